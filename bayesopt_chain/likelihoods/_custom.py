@@ -183,9 +183,6 @@ class FromDistribution(Custom):
         curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
         return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
 
-    def _points(self, mean: Tensor, variance: Tensor) -> int:
-        return 1025  # how sharp the density is nobody said
-
 
 def custom(
     nll: Loss | None = None,

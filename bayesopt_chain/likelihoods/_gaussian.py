@@ -23,8 +23,7 @@ from torch.special import ndtr
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
-from bayesopt_chain.likelihoods._quadrature import FEW, incomplete_beta, normal_nodes, points_for, standard_gamma
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.likelihoods._quadrature import FEW, incomplete_beta, normal_nodes, standard_gamma
 from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)
@@ -92,7 +91,7 @@ class Gaussian(Normal):
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Gaussian(self.variance_of_noise / scale)
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None, points: int = FEW) -> Mixture:
         noise = self.variance(outputs[0])
         if not isinstance(outputs, Outputs):
             return replace(super().mixed(outputs, log_weights), within=noise)
@@ -152,21 +151,16 @@ class LearnedGaussian(Normal):
         mean, log_variance = self.pair(outputs)
         return self, torch.cat([mean, log_variance + math.log(factor)], -1)
 
-    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def nodes(self, mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:
         grouping = self.grouping(mean.shape[1:])
         m, s = grouping.split(mean), grouping.blocks(covariance)
         s = torch.diag_embed(s) if s.ndim == m.ndim else s
-        r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], self._points(mean, s.diagonal(dim1=-2, dim2=-1)))
+        r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], points)
         r = r[..., 0]
         gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
         left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
         of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
         return grouping.join(of_y, mean.shape[1:]), log_weights
-
-    def _points(self, mean: Tensor, variance: Tensor) -> int:
-        """For densities that change with the log variance on a width of two thirds."""
-        deviation = variance[..., 1].detach().clamp_min(0).sqrt()
-        return FEW if is_hidden(deviation) or not deviation.numel() else points_for(1.5 * float(deviation.amax()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +249,8 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 
     Targets have the shape of the outputs, ``[B, *event]``. The curvature is the Fisher information, which is positive
-    where the Hessian of the loss is not. Predictions are integrated over outputs, to 1e-5 nats where these deviate by at most
-    1,000 scales.
+    where the Hessian of the loss is not. Predictions are integrated over outputs; where these deviate by so many scales that it
+    cannot be done (10,000), that is an error.
 
     Args:
         df: degrees of freedom, in (0, 1e9]; below 2 the variance of a target is infinite, which predictions say. Default 4.

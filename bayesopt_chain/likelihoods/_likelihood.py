@@ -54,7 +54,7 @@ from torch.nn.functional import pad
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import FEW, normal_nodes, points_for
+from bayesopt_chain.likelihoods._quadrature import FEW, normal_nodes
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
 from bayesopt_chain.trees import as_tensor, wide
 
@@ -1003,12 +1003,13 @@ class Likelihood(ABC):
         kept = list(draws)
         return self.mixture(torch.stack(kept) if kept else torch.empty(0, device="cpu"))
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None, points: int = FEW) -> Mixture:
         """The mixture that a :class:`Predictive` computes with; a likelihood with closed forms has its own.
 
         Args:
             outputs: Gaussian :class:`Outputs` of data apart, or draws ``[S, N, *event]``.
             log_weights: of draws, ``[S]``.
+            points: of a rule over one output. Default 129.
 
         Returns:
             Nodes and their weights, by default those of :meth:`nodes`, and the likelihood of a target at them.
@@ -1021,7 +1022,9 @@ class Likelihood(ABC):
         """
         if isinstance(outputs, Outputs):
             variance = outputs.variance.reshape(outputs.mean.shape)
-            return Mixture(self, *self.nodes(*outputs), *self.moments(outputs.mean, variance))
+            nodes, log_weights = self.nodes(*outputs, points)
+            of_rule = points if len(log_weights) == points else 0
+            return Mixture(self, nodes, log_weights, *self.moments(outputs.mean, variance), of_rule)
         return Mixture(self, outputs, weights_of_draws(outputs, log_weights))
 
     def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
@@ -1089,12 +1092,13 @@ class Likelihood(ABC):
         """Whether :meth:`widened` works: it has a noise, or logits."""
         return self.has_classes or type(self).widened is not Likelihood.widened
 
-    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def nodes(self, mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:
         """Points that stand for Gaussian outputs: of one output a target a quadrature, of several a rule of their own.
 
         Args:
             mean: of the outputs, ``[N, *event]``.
             covariance: of one datum's E outputs, ``[N, E, E]``, or variances of independent ones, ``[N, E]``.
+            points: of the rule over one output, odd. Default 129.
 
         Returns:
             Outputs ``[S, N, *event]`` and log weights ``[S]``.
@@ -1107,9 +1111,7 @@ class Likelihood(ABC):
             (1.0, 0.25)
         """
         grouping = self.grouping(mean.shape[1:])
-        m, s = grouping.split(mean), grouping.blocks(covariance)
-        variance = s if s.ndim == m.ndim else s.diagonal(dim1=-2, dim2=-1)
-        nodes, log_weights = normal_nodes(m, s, self._points(mean, variance))
+        nodes, log_weights = normal_nodes(grouping.split(mean), grouping.blocks(covariance), points)
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
     @checks.takes()
@@ -1143,16 +1145,6 @@ class Likelihood(ABC):
             return self.predictive(mean, covariance).mean
         grouping = self.grouping(mean.shape[1:])
         return rule(grouping.split(mean), grouping.blocks(covariance))
-
-    def _points(self, mean: Tensor, variance: Tensor) -> int:
-        """Enough points of a rule over one output for the narrowest log density at these outputs."""
-        is_known = variance.shape[-1] == 1 and type(self).information is not Likelihood.information
-        if is_hidden(mean) or not is_known or mean.numel() == 0:
-            return FEW
-        deviation = variance.detach().clamp_min(0).sqrt().reshape(mean.shape)
-        ends = [self.information(mean.detach() + k * deviation) for k in (-3, 0, 3)]
-        sharpest = torch.stack(ends).amax(0).sqrt()
-        return points_for(float((deviation * sharpest).amax()))
 
     def _root_weights(self, outputs: Tensor, targets: Any) -> Tensor | None:
         """The square roots of the weights, like the outputs."""

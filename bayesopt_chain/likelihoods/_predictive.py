@@ -32,8 +32,15 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.likelihoods._quadrature import (
+    FEW,
+    MANY,
+    UNLIKELY,
+    TooFew,
+    gauss_legendre,
+    require_enough,
+    root_by_eigenvectors,
+)
 from bayesopt_chain.trees import upcast
 
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
@@ -52,7 +59,8 @@ class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
 
     ``within`` is ``E Var[y | f]``, shaped like the mean, and ``of_means`` are mean and variance of ``E[y | f]``, each where it
-    is known without the nodes.
+    is known without the nodes. Where the nodes are the ``points`` of one rule, its answers must be those of every other one
+    (``_quadrature.py``).
     """
 
     likelihood: Any
@@ -60,10 +68,19 @@ class Mixture:
     log_weights: Tensor
     within: Tensor | None = None
     of_means: tuple[Tensor, Tensor] | None = None
+    points: int = 0
 
-    def average(self, values: Tensor) -> Tensor:
-        """``sum_s w_s values_s`` of values ``[S, *]``."""
-        return torch.tensordot(self.log_weights.to(values.dtype).exp(), values, dims=1)
+    def average(self, values: Tensor, unit: float | None = None) -> Tensor:
+        """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the largest."""
+        weights = self.log_weights.to(values.dtype).exp()
+        if not self.points:
+            return torch.tensordot(weights, values, dims=1)
+        if self.points > FEW:  # far out a value may be infinite where no weight is left
+            kept = weights > 0
+            weights, values = weights[kept], values[kept]
+        even, odd = (torch.tensordot(weights[k::2], values[k::2], dims=1) for k in (0, 1))
+        require_enough(even + odd, even / weights[::2].sum(), values[::16].abs().amax(0) if unit is None else unit)
+        return even + odd
 
     @property
     def mean(self) -> Tensor:
@@ -88,10 +105,19 @@ class Mixture:
 
     def log_prob(self, labels: Any) -> Tensor:
         each = self.likelihood.log_prob_at_nodes(self.outputs, labels)
-        return (each + self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))).logsumexp(0)
+        log_weights = self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
+        if self.points > FEW:
+            each = torch.where(each.isnan() & (log_weights < UNLIKELY), -math.inf, each)
+        each = each + log_weights
+        if not self.points:
+            return each.logsumexp(0)
+        even, odd = (each[k::2].logsumexp(0) for k in (0, 1))
+        found, of_half = torch.logaddexp(even, odd), even - log_weights[::2].logsumexp(0)
+        require_enough(torch.ones_like(found), (of_half - found).exp(), 0)
+        return found
 
     def cdf(self, values: Tensor) -> Tensor:
-        return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype))
+        return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype), unit=1.0)
 
     @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
@@ -165,7 +191,10 @@ class Mixture:
                 rows = (ends.reshape(len(y), -1).amax(1) >= k).nonzero()[:, 0]
                 some = replace(self, outputs=self.outputs[:, rows].to(torch.float64))
             at = torch.full_like(ends[rows], k)
-            below[rows] += some.log_prob(at).exp()  # at many nodes much cheaper than the distribution function
+            masses = some.likelihood.log_prob_at_nodes(
+                some.outputs, at
+            ).exp()  # much cheaper than distribution functions
+            below[rows] += some.average(masses, unit=1.0)
             total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
         return total.to(self.outputs.dtype)
 
@@ -562,24 +591,37 @@ class Predictive:
         return (len(self._first), *self.likelihood.grouping(self._first.shape[1:]).positions)
 
     def _of(self, question: Callable[..., Tensor], *trees: Any) -> Tensor:
-        """The mixture's answer, for as many data at once as fit; ``trees`` have a row a datum."""
-        parts = []
-        for some, mixture in self._mixtures():
-            cut = [optree.tree_map(lambda x, some=some: x[some], tree) for tree in trees]
-            parts.append(question(mixture, *cut))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """The mixture's answer, for as many data at once as fit, at as many nodes as it takes; ``trees`` have a row a datum."""
+        points = FEW
+        while points <= MANY:
+            try:
+                parts = []
+                for some, mixture in self._mixtures(points):
+                    cut = [optree.tree_map(lambda x, some=some: x[some], tree) for tree in trees]
+                    parts.append(question(mixture, *cut))
+                return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._first.dtype)
+            except TooFew:
+                points = 2 * points - 1
+        assert isinstance(self.outputs, Outputs)
+        raise ValueError(
+            f"the {self.likelihood.name} likelihood is too narrow for these outputs, of standard deviations of up to "
+            f"{float(self.outputs.variance.amax().sqrt()):.3g}, or a target too far from them: {MANY} points do not integrate "
+            "it (they do up to about 10,000 of its widths). Look at what the outputs are so uncertain of, or ask "
+            "likelihood.mixture of draws of them"
+        )
 
-    def _mixtures(self) -> Iterator[tuple[slice, Mixture]]:
+    def _mixtures(self, points: int) -> Iterator[tuple[slice, Mixture]]:
         if not isinstance(self.outputs, Outputs):
             yield slice(None), self.likelihood.mixed(self.outputs, self.log_weights)
             return
-        mean, covariance, variance = self.outputs.mean, self.outputs.blocks, self.outputs.variance
-        widest = 0 if is_hidden(variance) or not variance.numel() else int(variance.amax(1).argmax())
-        most: Mixture = self.likelihood.mixed(Outputs(*(x[widest : widest + 1] for x in (mean, covariance))))  # nodes
-        at_once = max(1, NUMBERS_AT_ONCE // max(1, most.outputs.numel()))
+        mean, covariance = self.outputs.mean, self.outputs.blocks
+        if points > FEW:  # rounding in single precision would look as if points were too few for ever
+            mean, covariance = mean.double(), covariance.double()
+        one: Mixture = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]), points=points)
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, one.outputs.numel()))
         for start in range(0, max(1, len(mean)), at_once):
             some = slice(start, start + at_once)
-            yield some, self.likelihood.mixed(Outputs(mean[some], covariance[some]))
+            yield some, self.likelihood.mixed(Outputs(mean[some], covariance[some]), points=points)
 
     def _scored(self, question: Callable[[Mixture, Any], Tensor], targets: Any) -> Tensor:
         self.likelihood.require(self._first, targets, wait=True)

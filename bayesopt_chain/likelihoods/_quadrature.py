@@ -1,12 +1,15 @@
 r"""Means over Gaussian outputs: nodes and weights, so that an expectation is a weighted sum.
 
-    one output      trapezoidal rule on n points of m + sd z, |z| <= 8.5      spectrally accurate for smooth functions
+    one output      m + sd sinh(u), trapezoidal rule on n points of u      weights exp(-sinh(u)^2 / 2) cosh(u)
     K outputs       m +- A z_s, z_s a scrambled Sobol sequence turned normal, A A^T = S
 
 The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so
-that n grows with the deviation over the width of the function. Pairs ``+- z`` make odd moments exact. (An A along the
-eigenvectors, where the best coordinates of the sequence go along the largest eigenvalues, is closer by a fifth at most, three
-times as dear at 100 classes, and has no derivative where eigenvalues meet.)
+that n grows with the deviation over the width of the function. Every other point makes a rule whose error is about the square
+root of that: where the two disagree by more than ``AGREE`` of the answer, there are too few (``TooFew``), and a
+:class:`~bayesopt_chain.likelihoods.Predictive` doubles them. The first points reach as far as a
+mean needs, later ones much further, where the density of targets that nobody expected is made. Pairs ``+- z`` make odd moments
+exact. (An A along the eigenvectors, where the best coordinates of the sequence go along the largest eigenvalues, is closer by a
+fifth at most, three times as dear at 100 classes, and has no derivative where eigenvalues meet.)
 
 The regularised incomplete beta function, which torch lacks.
 
@@ -60,9 +63,17 @@ from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import wide
 
-FEW, MANY = 129, 2**15 + 1  # points of the trapezoidal rule: the default, and the most, for deviations of 1,000 widths
+FEW, MANY = (
+    129,
+    2**20 + 1,
+)  # points of the trapezoidal rule: to begin with, and the most, for deviations of 10,000 widths
+AGREE, LEAST = 1e-5, 1e-9  # of the answer, and of a unit: how close a rule has to be to that of every other point
 PAIRS = 128  # antithetic pairs of Sobol points
-REACH = 8.5  # standard deviations; a normal variable lies outside with probability 2e-17
+REACH, FAR = (
+    10.0,
+    1e3,
+)  # standard deviations: where products of weights are no denormals of float32 yet; for targets far out
+UNLIKELY = -100.0  # log weight of a node at which a likelihood may overflow
 
 
 Table = TypeVar("Table", bound=Callable[..., Any])
@@ -87,17 +98,27 @@ def constant(make: Table) -> Table:
 
 @constant
 def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
-    """Nodes and weights ``[points]``, float64, for means over a standard normal."""
-    z = torch.linspace(-REACH, REACH, points, dtype=torch.float64, device="cpu")
-    w = torch.exp(-z.square() / 2)
-    return z, w / w.sum()
+    """Nodes and logarithms of weights, ``[points]`` each, float64, for means over a standard normal."""
+    end = math.asinh(REACH if points == FEW else FAR)
+    u = torch.linspace(-end, end, points, dtype=torch.float64, device="cpu")
+    z = u.sinh()
+    return z, (u.cosh().log() - z.square() / 2).log_softmax(0)
 
 
-def points_for(deviation_over_width: float) -> int:
-    """How many points of the trapezoidal rule a function needs, by its argument's deviation over the width it varies on."""
-    needed = 4 * REACH * deviation_over_width
-    doublings = math.ceil(math.log2(max(1.0, needed / (FEW - 1)))) if math.isfinite(needed) else 32
-    return min(MANY, (FEW - 1) * 2**doublings + 1)
+class TooFew(Exception):
+    """The points of a rule are too few for what was averaged over them."""
+
+
+def require_enough(found: Tensor, of_half: Tensor, unit: Any) -> None:
+    """Raise unless an answer is that of every other point, to a part of itself and a smaller one of ``unit``.
+
+    Raises:
+        TooFew: it is not.
+    """
+    least = max(LEAST, 8 * torch.finfo(found.dtype).eps)
+    allowed = AGREE * found.abs() + least * unit
+    if not is_hidden(found) and bool(((found - of_half).abs() > allowed).any()):
+        raise TooFew
 
 
 @constant
@@ -170,10 +191,10 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
         ``([S, *, K], [S])``.
     """
     if mean.shape[-1] == 1:
-        z, w = (x.to(mean) for x in fine_grid(points))
+        z, log_weights = (x.to(mean) for x in fine_grid(points))
         variance = covariance if covariance.ndim == mean.ndim else covariance[..., 0]
         deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-        return mean + deviation * z.reshape(-1, *[1] * mean.ndim), w.log()
+        return mean + deviation * z.reshape(-1, *[1] * mean.ndim), log_weights
     z = sobol_normals(mean.shape[-1]).to(mean)
     if covariance.ndim == mean.ndim:
         moves = covariance.sqrt() * z.reshape(-1, *[1] * (mean.ndim - 1), z.shape[1])

@@ -254,7 +254,7 @@ CUSTOM = {
 def test_draws_of_gaussian_outputs_answer_as_their_gaussian_does(name):
     """Of nodes with weights, which are what the likelihood integrates over: mean, density and distribution function agree.
 
-    A closed form (Gaussian noise) is that of infinitely many nodes; its nodes here are of 1,025 points.
+    A closed form (Gaussian noise) is that of infinitely many nodes; its nodes here are 129 points.
     """
     likelihood = (ONE_OUTPUT | CUSTOM)[name]
     mean, covariance = torch.tensor([[0.3, -1.0, 0.5]]), torch.diag_embed(torch.tensor([[0.4, 0.2, 0.1]]))
@@ -595,13 +595,28 @@ def test_a_log_variance_that_is_hardly_known_is_integrated_over():
     torch.testing.assert_close(predictive.log_prob(torch.tensor([[0.5]])).squeeze(), wanted, rtol=1e-9, atol=0.0)
 
 
-def test_noise_a_thousand_times_narrower_than_the_outputs_is_not_missed():
-    """The variances then add up, in a batch with outputs that are hardly spread too."""
-    variance, y = torch.tensor([[[1e-6]], [[100.0]]]), torch.tensor([[0.01], [7.0]])
-    found = likelihoods.student_t(30.0, 0.01).predictive(torch.zeros(2, 1), variance).log_prob(y)[1]
-    torch.testing.assert_close(
-        found, torch.distributions.Normal(0.0, (100 + 1e-4 * 30 / 28) ** 0.5).log_prob(y[1]), rtol=1e-6, atol=0.0
-    )
+@pytest.mark.parametrize(
+    ("likelihood", "mean", "deviation", "y", "wanted"),
+    [
+        (likelihoods.student_t(30.0, 0.01), 0.0, 10.0, 7.0, stats.norm.logpdf(7.0, 0.0, (100 + 1e-4 * 30 / 28) ** 0.5)),
+        (likelihoods.student_t(4.0), 0.0, 1e4, 1e3, stats.norm.logpdf(1e3, 0.0, 1e4)),
+        (
+            likelihoods.custom(distribution=lambda f: torch.distributions.Normal(f, torch.full_like(f, 1e-3))),
+            *(0.0, 1.0, 0.503, stats.norm.logpdf(0.503, 0.0, (1 + 1e-6) ** 0.5)),
+        ),
+        (likelihoods.bernoulli(), 300.0, 1e3, 0.0, stats.norm.logcdf(-0.3)),
+        (likelihoods.ordinal([-1.0, 1.0]), 3e3, 1e4, 1.0, stats.norm.logpdf(0.0, 3e3, 1e4) + math.log(2)),
+        (likelihoods.poisson(), math.log(1e8), 1.0, 1e8, stats.lognorm.logpdf(1e8, 1.0, scale=1e8)),
+        (likelihoods.poisson(), 0.0, 0.5, 1000.0, -102.17207347338),  # on 400,001 points about the logarithm of 1,000
+    ],
+)
+def test_noise_far_narrower_than_the_outputs_and_targets_far_from_all_of_them_are_not_missed(
+    likelihood, mean, deviation, y, wanted
+):
+    """In a batch with outputs that are hardly spread too: limits of wide outputs, in which noise adds its variance at most."""
+    variances = torch.tensor([[[1e-6]], [[deviation**2]]])
+    found = likelihood.predictive(torch.full((2, 1), mean), variances).log_prob(torch.full((2, 1), y))
+    assert found[1].item() == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("mean", [2.7, 1e4, 1e6, 1e8])
@@ -862,6 +877,10 @@ ONE_EACH = "depends on the rest of the batch"
         (lambda: likelihoods.gaussian("learned").mixture(torch.zeros(2, 4, 3)), "2 C"),
         (lambda: CLASSES.predictive(torch.zeros(4), torch.ones(4, 1)), "at least two classes"),
         (lambda: likelihoods.negative_binomial(1e12), r"dispersion must be a number in \(0, 1e9\].*poisson"),
+        (
+            lambda: likelihoods.student_t().predictive(*torch.tensor([[[0.0]], [[1e12]]])).log_prob(torch.zeros(1, 1)),
+            r"student_t likelihood is too narrow for these outputs, of standard deviations of up to 1e\+06",
+        ),
         (lambda: likelihoods.student_t(1e12), r"df must be a number in \(0, 1e9\].*gaussian"),
     ],
 )
