@@ -11,7 +11,7 @@ one by one, with the same bits. One engine serves ``tx.update`` (updates in the 
 from __future__ import annotations
 
 import copy
-import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter, is_
@@ -34,12 +34,13 @@ from bayesopt_chain.engine.sweep_cpu import (
     MOMENT,
     MOVES,
     NESTEROV,
-    NOW,
     PARALLEL,
-    Job,
+    address,
     integers,
+    numbers_of,
     pointers,
     sweep_kernel,
+    tensors_of,
 )
 from bayesopt_chain.matching.filters import Filtered
 from bayesopt_chain.random.philox import has_triton
@@ -53,7 +54,6 @@ _COUNTERS, _NOTED = {(torch.int64, True)}, (torch.float64, True)
 _CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
 _IS_CPU = attrgetter("is_cpu")
 _BLOCK = 1024  # counts at which a schedule is evaluated at once
-_address = ctypes.addressof
 
 
 class Move(NamedTuple):
@@ -151,8 +151,9 @@ class _Known(NamedTuple):
     present: Sequence[int] | None
     moves: bool
     written: list[Tensor]
-    job: Any
-    arrays: Sequence[Any]  # of addresses, which the job holds
+    job: bytes
+    table: array[int]  # of addresses, to which the job points
+    starts: Sequence[int]  # where in it those of the gradients begin
 
 
 class Engine:
@@ -238,7 +239,7 @@ class Engine:
         ((gain, mu),), is_behind = process.branches, float(noise_input.rates[1] != ())
         rule = (self.sign, given.get("momentum", 0.0), given.get("decay", 0.0), gain, mu)
         deferred = noise_input.deferred_gain
-        self.rule = (ctypes.c_double * 10)(*rule, process.head, process.decay, process.order, is_behind, deferred)
+        self.rule = array("d", (*rule, process.head, process.decay, process.order, is_behind, deferred))
 
     # the numbers of one step
 
@@ -319,8 +320,8 @@ class Engine:
             if not 0.0 <= rate < torch.inf:
                 checks.at_this_step("lr", rate)
         every = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
-        given = (ctypes.c_double * (1 + len(every)))(temperature, *every)
-        live = None if present is None else (ctypes.c_uint8 * n)(*[k in present for k in range(n)])
+        given = array("d", (temperature, *every))
+        live = None if present is None else array("B", [k in present for k in range(n)])
         adds = isinstance(self.temperature, float) or temperature != 0
         return Numbers(None, int(len(every) > 1), adds, given, live, wide)
 
@@ -417,7 +418,9 @@ class Engine:
             return self._into_new(g, found, entries, numbers, flags)
         if known is None:
             known = self.known = self._known(tensors, g, found, present, moves)
-        known.arrays[0][:] = [0 if x is None else x.data_ptr() for x in g]
+        addresses = pointers(g)
+        for start in known.starts:
+            known.table[start : start + len(g)] = addresses
         overwritten = () if moves else g if present is None else [g[k] for k in present]
         torch.autograd.graph.increment_version([*known.written, *overwritten])
         self._run(known.job, numbers, flags)
@@ -471,13 +474,14 @@ class Engine:
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
     ) -> _Known:
         """The job of a step in place, which the next step uses again if its tensors are the same."""
-        at, p, s, m, q, c = (pointers(xs) if xs else None for xs in (g, *found[:5]))
-        counts = pointers(_where(found.counts, [*g] * len(self.counted))) if self.counted else None
-        arrays = p, at, s, m, q, c, p if moves else at, s, m, q, counts, counts
-        job = self._job(arrays, (*found.keys, *found.keys[1:]), (*found.conditions, *found.conditions))
+        out, counts = found.theta if moves else g, _where(found.counts, [*g] * len(self.counted))
+        lists = (found.theta, g, *found[1:5], out, *found[1:4], counts, counts)
+        job, table = self._job(lists, (*found.keys, *found.keys[1:]), (*found.conditions, *found.conditions))
+        first = len(found.theta)
+        starts = (first,) if moves else (first, sum(map(len, lists[:6])))
         written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.square, *found.counts]
         written += [*found.conditions, *found.keys[1:]]
-        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, q, c, counts))
+        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, table, starts)
 
     def _into_new(
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
@@ -491,8 +495,8 @@ class Engine:
         steps = [*map(torch.empty_like, found.keys[1:])]
         counters = _where(found.counts, live), _where(counts, live)
         lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
-        arrays = [pointers(xs) if xs else None for xs in lists]
-        self._run(self._job(arrays, (*found.keys, *steps), (*found.conditions, *conditions)), numbers, flags)
+        job, _table = self._job(lists, (*found.keys, *steps), (*found.conditions, *conditions))
+        self._run(job, numbers, flags)
         if trace:
             entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
         if square:
@@ -507,36 +511,34 @@ class Engine:
         return out
 
     def _job(
-        self,
-        arrays: Sequence[Any],
-        keys: Sequence[Tensor],
-        conditions: Sequence[Tensor],
-    ) -> Any:
-        """A job without the numbers of the step.
+        self, lists: Sequence[Sequence[Any]], keys: Sequence[Tensor], conditions: Sequence[Tensor]
+    ) -> tuple[bytes, array[int]]:
+        """A job without the numbers of the step, and the addresses to which it points.
 
         Args:
-            arrays: of the addresses of the tensors p to r and of the old and the new counters, in the order of the kernel.
+            lists: the tensors p to r and the old and the new counters, in the order of the kernel.
             keys: key, step, and where the next step is written.
             conditions: of the last step, and where those of this one are written.
         """
-        *lists, before, after = [0 if x is None else _address(x) for x in arrays]
-        keyed = (keys[0].data_ptr(), _address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
-        counted = 0 if arrays[-1] is None else len(arrays[-1]), before, after
+        table = pointers([x for xs in lists for x in xs])
+        at, starts = address(table), list[int]()
+        for xs in lists:
+            starts.append(at if xs else 0)
+            at += 8 * len(xs)
+        keyed = (keys[0].data_ptr(), address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
         noted = map(Tensor.data_ptr, conditions) if conditions else (0, 0)
-        return Job(len(self.sizes), _address(integers(self.sizes)), *lists, *keyed, *counted, *noted, self.chains)
+        counted = len(lists[-1]), *starts[10:]
+        sizes = len(self.sizes), address(integers(self.sizes))
+        return tensors_of(*sizes, *starts[:10], *keyed, *counted, *noted, self.chains), table
 
-    def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
+    def _run(self, job: bytes, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
-        learned = 0 if numbers.learned is None else _address(numbers.learned)
+        rule = None if numbers.given is None else self.rule
+        moves = *map(address, (numbers.moves, rule, numbers.given, numbers.live)), numbers.stride
+        learned = address(numbers.learned), numbers.learned_stride, numbers.root
         threads = torch.get_num_threads() if self.is_large else 1
-        if numbers.given is None:
-            moves = _address(numbers.moves), 0, 0, 0
-        else:
-            live = 0 if numbers.live is None else _address(numbers.live)
-            moves = 0, _address(self.rule), _address(numbers.given), live
-        job[NOW:] = *moves, numbers.stride, learned, numbers.learned_stride, numbers.root, flags, threads
         kernel: Any = sweep_kernel()
-        kernel.sweep[self.dtype](job)
+        kernel.sweep[self.dtype](job + numbers_of(*moves, *learned, flags, threads))
 
     def _moves_on_device(self, g: Sequence[Any], found: _Tensors, numbers: Numbers) -> bool:
         """Move parameters and state in place by the Triton kernel, if it knows this step and these tensors."""
@@ -610,14 +612,14 @@ def _dense(g: Sequence[Any]) -> list[Any]:
 
 def _like(xs: Sequence[Any], g: Sequence[Any]) -> list[Any]:
     """A new tensor for each of these, a copy for a leaf without a gradient."""
-    if NoneType in map(type, g):
+    if xs and NoneType in map(type, g):
         return [x.clone() if y is None else torch.empty_like(x) for x, y in zip(xs, g)]
     return [*map(torch.empty_like, xs)]
 
 
 def _where(xs: Sequence[Tensor], g: Sequence[Any]) -> Sequence[Tensor | None]:
     """These tensors, ``None`` for leaves without a gradient."""
-    return [None if y is None else x for x, y in zip(xs, g)] if NoneType in map(type, g) else xs
+    return [None if y is None else x for x, y in zip(xs, g)] if xs and NoneType in map(type, g) else xs
 
 
 def _has_device_kernel(x: Any) -> bool:
@@ -634,7 +636,7 @@ def _spread(values: Sequence[float], present: Sequence[int], n: int) -> list[flo
 
 
 def _packed(rows: Sequence[Move] | Sequence[Learned]) -> Any:
-    return (ctypes.c_double * (len(rows[0]) * len(rows)))(*[x for row in rows for x in row])
+    return array("d", [x for row in rows for x in row])
 
 
 @lru_cache(maxsize=64)

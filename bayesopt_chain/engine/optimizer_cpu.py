@@ -25,24 +25,25 @@ Compiled at its first use and kept, or came with the wheel (:mod:`bayesopt_chain
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.engine.sweep_cpu import integers, pointers
+from bayesopt_chain.engine.sweep_cpu import address, integers, pointers
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
 _NUMBERS = 11  # of ``Given`` of the source
-_Job: Any = ctypes.c_int64 * 17  # ``Job`` of the source
-_NOW = 14  # key and count of the draws, threads
-_address = ctypes.addressof
+# ``Job`` of the source, and its end, which is of a step: key and count of the draws, threads
+_tensors_of, _now = Struct("14q").pack, Struct("3q").pack
 
 
 @cache
@@ -93,13 +94,13 @@ class Job:
         kernels = _kernels()
         assert kernels is not None
         self.dtype, self._step, self._is_large = dtype, kernels[dtype][0], sum(sizes) > _PARALLEL
-        self._gradients = (ctypes.c_int64 * len(sizes))()
-        self._numbers = (ctypes.c_double * _NUMBERS)()
+        self._gradients = array("q", bytes(8 * len(sizes)))
+        self._numbers = array("d", bytes(8 * _NUMBERS))
         theta, *state = (pointers(xs) if xs else None for xs in tensors)
         # alive as long as the job, which holds their addresses
         self._arrays = (integers(sizes), theta, self._gradients, *state, *(integers(x) if x else None for x in draws))
         self._arrays += (self._numbers, *remembered)
-        self._job = _Job(kind, len(sizes), *[0 if x is None else _address(x) for x in self._arrays], 0, 0, 1)
+        self._job = _tensors_of(kind, len(sizes), *map(address, self._arrays))
 
     def set(self, *numbers: float) -> None:
         """Give the numbers of a step, which hold until others are given.
@@ -107,7 +108,7 @@ class Job:
         Args:
             numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature.
         """
-        self._numbers[:] = numbers
+        self._numbers[:] = array("d", numbers)
 
     def run(self, gradients: Sequence[Tensor], key: int, count: int) -> bool:
         """Move parameters and state in place.
@@ -119,9 +120,9 @@ class Job:
         Returns:
             Whether what is remembered of this step is what was remembered of the last one.
         """
-        self._gradients[:] = [*map(Tensor.data_ptr, gradients)]
-        self._job[_NOW:] = (key, count, torch.get_num_threads() if self._is_large else 1)
-        return not self._step(self._job)
+        self._gradients[:] = pointers(gradients)
+        threads = torch.get_num_threads() if self._is_large else 1
+        return not self._step(self._job + _now(key, count, threads))
 
 
 class Counter:
@@ -133,7 +134,8 @@ class Counter:
     def __init__(self, steps: list[Tensor]) -> None:
         kernels = _kernels()
         assert kernels is not None
-        self._call = partial(kernels[steps[0].dtype][1], len(steps), pointers(steps))
+        self._places = pointers(steps)
+        self._call = partial(kernels[steps[0].dtype][1], len(steps), address(self._places))
 
     def add(self, n: int = 1) -> float:
         """Add to each counter; return what all of them were before, NaN if they differ."""

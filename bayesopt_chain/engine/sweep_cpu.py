@@ -24,9 +24,11 @@ The kernel came with the wheel, or is compiled at its first use and kept (:mod:`
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from struct import Struct
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -39,20 +41,19 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, DIVIDES, MOMENT = (2**k for k in range(8))
 # elements below which threads cost more than they save, with draws and without
 PARALLEL = {True: 2**15, False: 2**17}
-Pointers = ctypes.Array[ctypes.c_int64]
 
 # ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, q, c, u, t, w, r, key, draws,
-# step, next_step, counted, counts, next_counts, conditions, next_conditions, chains, and of this step: numbers, rule, given,
-# live, stride, learned, learned_stride, root, flags, threads
-Job: Any = ctypes.c_int64 * 32
-NOW = 22
+# step, next_step, counted, counts, next_counts, conditions, next_conditions, chains
+tensors_of = Struct("22q").pack
+# and of this step: numbers, rule, given, live, stride, learned, learned_stride, root, flags, threads
+numbers_of = Struct("10q").pack
 
 
 class Sweep(NamedTuple):
     """The functions of the library.
 
     Attributes:
-        sweep: for each dtype, a function of the address of a :data:`Job`; it checks nothing.
+        sweep: for each dtype, a function of what :data:`tensors_of` and :data:`numbers_of` packed; it checks nothing.
         rounds_alike: whether its ``a + k b`` has the bits of torch's.
         roots: for each dtype the address of the function that takes roots, 0 for that of C++; ``None`` if it is not as torch's.
     """
@@ -62,11 +63,16 @@ class Sweep(NamedTuple):
     roots: dict[torch.dtype, int | None]
 
 
-def pointers(tensors: Sequence[Tensor | None]) -> Pointers:
+def pointers(tensors: Sequence[Tensor | None]) -> array[int]:
     """The addresses of contiguous tensors, 0 for a missing one, as an array that the kernels take."""
     if NoneType in map(type, tensors):
-        return (ctypes.c_int64 * len(tensors))(*[0 if x is None else x.data_ptr() for x in tensors])
-    return (ctypes.c_int64 * len(tensors))(*map(Tensor.data_ptr, tensors))  # pyright: ignore[reportArgumentType]
+        return array("q", [0 if x is None else x.data_ptr() for x in tensors])
+    return array("q", map(Tensor.data_ptr, tensors))  # pyright: ignore[reportArgumentType]
+
+
+def address(numbers: array[Any] | None) -> int:
+    """Where an array lies, 0 for none; it has to live, and to keep its length, as long as a kernel reads it."""
+    return 0 if numbers is None else numbers.buffer_info()[0]
 
 
 @cache
@@ -115,6 +121,6 @@ def _root_of(dtype: torch.dtype, roots: Any) -> int | None:
 
 
 @cache
-def integers(values: tuple[int, ...]) -> Pointers:
+def integers(values: tuple[int, ...]) -> array[int]:
     """The numbers as the kernel takes them, made once."""
-    return (ctypes.c_int64 * len(values))(*values)
+    return array("q", values)

@@ -458,16 +458,18 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
     Returns:
         Those of the module if the state has buffers, else the first among the states of the links; ``None`` if there are none.
     """
-    if isinstance(state, ModuleState):
-        return state.stream
-    if isinstance(state, SkipState | MasterState | EstimatedState):
-        return stream_of(state.inner)
     if not isinstance(state, tuple):
         return None
+    if isinstance(state, ModuleState):
+        return state.stream
+    if isinstance(state, (SkipState, MasterState, EstimatedState)):
+        return stream_of(state.inner)
     key, count = getattr(state, "key", None), getattr(state, "step", None)
     if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
         return key, count
-    return next(filter(None, map(stream_of, state)), None)
+    # a tuple of tensors is a field with one for each leaf, which holds no state
+    inside = [x for x in state if isinstance(x, tuple) and x and not (type(x) is tuple and isinstance(x[0], Tensor))]
+    return next(filter(None, map(stream_of, inside)), None)
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:

@@ -26,8 +26,8 @@ or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``th
 
 from __future__ import annotations
 
-import ctypes
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -105,7 +105,7 @@ class Leaves:
         last: Sequence[int] = _NEVER,
     ) -> None:
         self.group, self.counts = group, counts
-        self.memory, self.again = (ctypes.c_double * len(before))(*before), (ctypes.c_int64 * len(last))(*last)
+        self.memory, self.again = array("d", before), array("q", last)
         self.params: list[Any] = []
         self.states: list[dict[str, Any]] = []
         self.numbers: list[int] = []
@@ -189,7 +189,7 @@ class Leaves:
                 now = self.group["noise_key"], self.group["noise_count"] - 1
                 for branch, rests in enumerate(self.rests):
                     if not rests:
-                        self.again[2 * branch : 2 * branch + 2] = now
+                        self.again[2 * branch : 2 * branch + 2] = array("q", now)
             if is_new:
                 # 0-d tensors that are memory and again, which the kernel writes
                 self.written = dict(zip(NUMBERS, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
@@ -308,7 +308,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
     for x, noise in noises:
         for branch in (1,) if x in early else (0, 1):
             _add_noise(rule, x, noise, branch, early=False)
-        x.repeats, x.memory[:] = x.before == noise.before, noise.before or _NO_NUMBERS
+        x.repeats, x.memory[:] = x.before == noise.before, array("d", noise.before or _NO_NUMBERS)
 
 
 class _Batch:
