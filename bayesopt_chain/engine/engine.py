@@ -14,6 +14,7 @@ import copy
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -520,7 +521,7 @@ class Engine:
             keys: key, step, and where the next step is written.
             conditions: of the last step, and where those of this one are written.
         """
-        table = pointers([x for xs in lists for x in xs])
+        table = pointers([*chain.from_iterable(lists)])
         at, starts = address(table), list[int]()
         for xs in lists:
             starts.append(at if xs else 0)

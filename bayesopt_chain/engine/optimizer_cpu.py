@@ -120,7 +120,7 @@ class Job:
         Returns:
             Whether what is remembered of this step is what was remembered of the last one.
         """
-        self._gradients[:] = pointers(gradients)
+        self._gradients[:] = array("q", map(Tensor.data_ptr, gradients))
         threads = torch.get_num_threads() if self._is_large else 1
         return not self._step(self._job + _now(key, count, threads))
 

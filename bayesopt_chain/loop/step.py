@@ -467,9 +467,15 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
     key, count = getattr(state, "key", None), getattr(state, "step", None)
     if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
         return key, count
-    # a tuple of tensors is a field with one for each leaf, which holds no state
-    inside = [x for x in state if isinstance(x, tuple) and x and not (type(x) is tuple and isinstance(x[0], Tensor))]
-    return next(filter(None, map(stream_of, inside)), None)
+    for x in state:  # a tuple of tensors is a field with one for each leaf, which holds no state
+        if (
+            isinstance(x, tuple)
+            and x
+            and not (type(x) is tuple and isinstance(x[0], Tensor))
+            and (found := stream_of(x))
+        ):
+            return found
+    return None
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
