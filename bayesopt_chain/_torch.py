@@ -285,16 +285,28 @@ def run_uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """The graph of the operations of a function of tensors, by ``make_fx``.
+    """The graph of the operations of a function of tensors, by ``make_fx``, without those that lead nowhere.
 
-    That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time.
+    That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time. Of a
+    small network's step under ``vmap`` a quarter of the operations are views that are laid out as what they view, with a fifth
+    of its time: they are left out.
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-        return make_fx(function)(*inputs)
+        program = make_fx(function)(*inputs)
+    aten = torch.ops.aten
+    views = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.detach.default}
+    for node in program.graph.nodes:
+        if node.target in views:
+            view, base = (x.meta.get("val") for x in (node, node.args[0]))
+            if base is not None and view.shape == base.shape and view.stride() == base.stride():
+                node.replace_all_uses_with(node.args[0])
+    program.graph.eliminate_dead_code()
+    program.recompile()
+    return program
 
 
 def set_grad_enabled(enabled: bool) -> None:

@@ -224,7 +224,7 @@ def posterior_ensemble(
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
     failure, drawn = None, {}
     try:
-        until = minutes and began + 60 * minutes * (1 - SPARE) - cost["chains"]
+        until = minutes and began + 60 * minutes * (1 - SPARE) - cost["chains"] - cost["after"]
         length = cost["steps"], until, steps_for(raw.size, size) if chains == "auto" else math.inf
         training.done = Trained(**stages.once("training", lambda: training.train(found["lr"], *length)._asdict()))
         if chains is not None:
@@ -237,7 +237,7 @@ def posterior_ensemble(
         failure = stages.name, err
     done = training.done
     chosen |= {"steps": done.steps[0], "lr": found["lr"]}
-    return _finished(problem, done, chosen, found["passes"], time.perf_counter() - began, scale, alike, failure, drawn)
+    return _finished(problem, done, chosen, found["passes"], began, scale, alike, failure, drawn)
 
 
 def batch_size_for(size: int) -> int:
@@ -266,24 +266,31 @@ def _cost(
     training: Training, steps: int | None, minutes: float | None, lr: float | None, began: float, chains: Any
 ) -> dict[str, Any]:
     """Steps, and what they will cost with what was spent until now; seconds of chains."""
-    each, problem = training.seconds(), training.problem
+    each, after, problem = training.seconds(), training.seconds_of_scores(), training.problem
     spent = time.perf_counter() - began
     trials = 0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine))
     if steps is None:
         assert minutes is not None
         own = 0.0 if chains in (None, "auto") else chains
-        steps = max(FEWEST, int((60 * minutes * (1 - SPARE) - spent - own) / each / (1 + MORE + trials)))
+        steps = max(FEWEST, int((60 * minutes * (1 - SPARE) - spent - own - after) / each / (1 + MORE + trials)))
     if chains == "auto":
         most = min(steps, steps_for(problem.data.size, problem.batch_size))
         steps, chains = most, (steps - most) * (1 + MORE + trials) * each
-    seconds = spent + (chains or 0) + steps * (1 + MORE + trials) * each
+    seconds = spent + after + (chains or 0) + steps * (1 + MORE + trials) * each
     tried = 0.0 if lr else TRIAL * len(RATES) / problem.count
     passes = steps * (1 + MORE + tried) * problem.batch_size / problem.data.size
     said = f"{problem.count} networks, {steps} steps of {problem.batch_size} data, {passes:.4g} passes"
     said += f", about {seconds:.3g} s" + (f", {chains:.3g} of them for chains" if chains else "")
     if seconds > LONG and minutes is None:
         said += "; minutes= or steps= make it shorter"
-    return {"steps": steps, "seconds": seconds, "said": said, "each": each, "chains": float(chains or 0)}
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "said": said,
+        "each": each,
+        "after": after,
+        "chains": float(chains or 0),
+    }
 
 
 def _finished(
@@ -291,7 +298,7 @@ def _finished(
     trained: Trained,
     chosen: dict[str, Any],
     trial: float,
-    seconds: float,
+    began: float,
     scale: Scale,
     alike: bool,
     failed: tuple[str, Exception] | None,
@@ -306,7 +313,7 @@ def _finished(
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
     kind = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network"
     once, whole = (steps * chosen["batch_size"] / problem.data.size for steps in (trained.steps[0], sum(trained.steps)))
-    passes, factor = {"rate": trial, "training": whole}, 1.0
+    passes = {"rate": trial, "training": whole}
     if "draws" in drawn:
         folds = held.joined(folds, drawn["outputs"])
         # the networks come last, so that modules() are them
@@ -316,22 +323,22 @@ def _finished(
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
     said, advice = _said(problem, trained, chosen, scale), dict[str, str]()
-    scores, likelihood = held.log_scores(problem, folds), problem.likelihood
-    if likelihood.has_noise_scale:
-        noise, ends = held.best_noise(problem, folds)
+    likelihood, factor, noise, at_end = held.fitted(problem, folds)
+    scores = held.score(likelihood, folds, factor)
+    if noise is not None:
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
-        likelihood = likelihood.scaled(1 / noise)
+        likelihood = problem.likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
         if "draws" in drawn:
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
             )
-        said += ends + cut
+        ends = f"{held.NOISES[0]:g} and {held.NOISES[-1]:g}"
+        said += [f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."] * at_end
+        said += ["noise: cut to a quarter of that of the members that left a fold out, which disagree by more."] * cut
     else:
-        factor, far = held.best_factor(likelihood, folds)
-        scores = held.score(likelihood, folds, factor)
         said.append(f"scale: {factor:.3g}, by held-out data.")
-        if far and not likelihood.has_classes:
+        if at_end and not likelihood.has_classes:
             advice["scale"] = (
                 f"held-out errors ask for {factor:.3g} times the variance that the networks were trained with: pass a scale= "
                 f"of student_t that is {factor**0.5:.3g} times as large, in the targets' units; where the variance was learnt, "
@@ -380,7 +387,7 @@ def _finished(
         said=said,
         passes=passes,
         training=once,
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
         held_out=table,
         scale=factor,
         advice=advice,

@@ -137,8 +137,34 @@ def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
     return ((counts * logs.where(counts > 0, 0.0) + PSEUDO * together) / (counts + PSEUDO)).exp()
 
 
-def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[str]]:
-    """The noise ``[*event]`` with which the members predict best, and what is to be said of it."""
+class Fit(NamedTuple):
+    """What some folds ask of predictions: a likelihood, what outputs are widened by, the noise ``[*event]`` if there is one,
+    and whether it or the factor is at an end of its grid."""
+
+    likelihood: Likelihood
+    factor: float
+    noise: Tensor | None
+    at_end: bool
+
+
+def fitted(problem: Problem, folds: Sequence[Fold]) -> Fit:
+    """The noise, or the factor, with which the members predict best."""
+    likelihood = problem.likelihood
+    if likelihood.has_noise_scale:
+        noise, at_end = best_noise(problem, folds)
+        return Fit(likelihood.scaled(1 / noise), 1.0, noise, at_end)
+    factor, far = best_factor(likelihood, folds)
+    return Fit(likelihood, factor, None, far)
+
+
+def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
+    """Log scores ``[n]`` of the folds, as wide as is best there."""
+    fit = fitted(problem, folds)
+    return score(fit.likelihood, folds, fit.factor)
+
+
+def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
+    """The noise ``[*event]`` with which the members predict best, and whether one is at an end of its grid."""
     lik, event = problem.likelihood, folds[0].outputs.shape[2:]
     weights = torch.cat([weights_of(lik, fold.targets) for fold in folds])
     table = []
@@ -147,24 +173,14 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
         logs = [_floored(wider.log_prob(f.outputs, lik.labels(f.targets)), f).logsumexp(0) for f in folds]
         table.append((torch.cat(logs) * weights).sum(0))
     at, counts = len(NOISES) - 1 - torch.stack(table).argmax(0), weights.sum(0)
-    ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
-    said = f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."
     at_end = bool(((at == 0) | (at == len(NOISES) - 1))[counts > 0].any())
-    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), [said] if at_end else []
-
-
-def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
-    """Log scores ``[n]`` of the folds, with the noise that is best there."""
-    likelihood = problem.likelihood
-    if likelihood.has_noise_scale:
-        likelihood = likelihood.scaled(1 / best_noise(problem, folds)[0])
-    return score(likelihood, folds)
+    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), at_end
 
 
 def noise_of_all(
     problem: Problem, noise: Tensor, folds: Sequence[Fold], outputs: Sequence[Tensor]
-) -> tuple[Tensor, list[str]]:
-    """The noise ``[*event]`` of the mixture of all members, and what is to be said of it.
+) -> tuple[Tensor, bool]:
+    """The noise ``[*event]`` of the mixture of all members, and whether it was cut to a quarter of what is mixed.
 
     Args:
         problem: of M members.
@@ -175,8 +191,7 @@ def noise_of_all(
     size = sum(len(f.rows) for f in folds)
     fewer = sum(len(f.rows) * (1 / len(f.who) - 1 / problem.count) for f in folds) / size
     all_noise, least = noise - 2 * fewer * disagreement(problem, folds, outputs).reshape(noise.shape), noise / 4
-    said = "noise: cut to a quarter of that of the members that left a fold out, which disagree by more."
-    return all_noise.maximum(least), [said] if bool((all_noise < least).any()) else []
+    return all_noise.maximum(least), bool((all_noise < least).any())
 
 
 def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tensor]) -> Tensor:
@@ -217,7 +232,7 @@ def constant_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor | None:
         n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
         c = _constant(problem.likelihood, targets, n, event, fold.outputs)
         found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
-    return log_scores(problem, found)
+    return log_scores(problem, found) if problem.likelihood.has_noise_scale else score(problem.likelihood, found)
 
 
 def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:

@@ -180,6 +180,14 @@ class Training:
         rates = self.rates(1e-3)
         return timed(lambda i: self.run(self.state, self.batch(i), rates), TIMED)
 
+    def seconds_of_scores(self) -> float:
+        """What scoring the members in the end will take, by one score of where they start."""
+        problem, likelihood = self.problem, self.problem.likelihood
+        folds = held.folds_of(problem, held_out_outputs(problem, problem.theta, problem.members.buffers))
+        grid, factor = (held.SCALES, 2.0) if likelihood.has_width else (held.NOISES, 1.0)
+        tables = 1 if likelihood.has_classes else 4  # of the members, of those of each prior, and of a constant
+        return tables * len(grid) * timed(lambda _: held.score(likelihood, folds, factor), 1)
+
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
         count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))

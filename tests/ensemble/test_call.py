@@ -299,18 +299,18 @@ def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted)
 
 
 @pytest.mark.slow
-def test_the_passes_that_are_counted_are_those_that_were_made():
+def test_the_passes_that_are_counted_are_those_that_were_made_and_a_prior_that_is_given_is_that_of_all():
     """Batches of 16 of 48 data: 60 steps are 20 passes, the 18 with all data are 6."""
-    e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, batch_size=16, **SMALL)
+    e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, batch_size=16, prior_precision=7.0, **SMALL)
+    assert e.report.chosen["prior_precision"] == 7.0 and "prior: precision 7, as given." in e.report.said
     assert e.report.passes == {"rate": 0.0, "training": pytest.approx(26)}
     assert e.report.cost == pytest.approx(1.3)
 
 
 def test_the_report_is_printed(fitted):
     assert repr(fitted) == "Ensemble(ensemble of 2 networks)"
-    said = str(fitted.report)
-    for word in ("standardised:", "training:", "prior:", "noise:", "constant", "Cost:", "Ensemble of 2 networks"):
-        assert word in said
+    words = ("standardised:", "training:", "prior:", "noise:", "constant", "Cost:", "Ensemble of 2 networks")
+    assert [word for word in words if word not in str(fitted.report)] == []
 
 
 def test_an_ensemble_is_saved_and_opened(tmp_path, fitted):
@@ -333,12 +333,6 @@ def test_a_class_or_lazy_layers_make_the_networks_of_a_call_and_of_a_file(make, 
     made = bc.posterior_ensemble(make, (X, Y), GAUSSIAN, **SMALL)
     made.save(tmp_path / "e.safetensors")
     assert torch.equal(opened_as(tmp_path / "e.safetensors", make).predict(X).mean, made.predict(X).mean)
-
-
-@pytest.mark.slow
-def test_a_prior_that_is_given_is_the_one_of_all_members():
-    e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, prior_precision=7.0, **SMALL)
-    assert e.report.chosen["prior_precision"] == 7.0 and "prior: precision 7, as given." in e.report.said
 
 
 class Even:
@@ -411,14 +405,10 @@ def test_a_file_is_opened_with_what_it_was_made_with_alone(spoiled, given, words
         opened_as(file, **given)
 
 
-def test_a_bit_that_flips_in_a_file_and_an_entry_that_is_missing_are_noticed(tmp_path, fitted):
+def test_an_entry_that_is_missing_is_noticed(tmp_path, fitted):
     file = tmp_path / "e.safetensors"
     fitted.save(file)
-    raw, state = file.read_bytes(), files.read_tree(file, torch.device("cpu"))
-    for at in range(5, len(raw), len(raw) // 60):
-        file.write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])
-        with pytest.raises(ValueError, match=r"e\.safetensors.* damaged.*save it again"):
-            opened_as(file)
+    state = files.read_tree(file, torch.device("cpu"))
     for key in state:
         files.write_tree(file, {name: x for name, x in state.items() if name != key})
         with pytest.raises(ValueError, match="not written by Ensemble"):

@@ -92,9 +92,9 @@ def test_the_noise_of_all_members_follows_from_how_those_that_left_a_fold_out_di
     p, noise = problem(members=8), torch.ones(1).double()
     e, d, v = 0.5, 0.3, float(p.likelihood.variance_of_noise)
     drawn = outputs(p, lambda m: e + d * [1.0, -1.0][m % 2])
-    found, said = held.noise_of_all(p, noise, held.folds_of(p, drawn, mixed), drawn)
+    found, cut = held.noise_of_all(p, noise, held.folds_of(p, drawn, mixed), drawn)
     off = 2 * 4 / 3 * d**2 / v * (2 / len(mixed) - 1 / 8)
-    assert float(found) == pytest.approx(max(1 - off, 0.25)) and bool(said) == (off > 0.75)
+    assert float(found) == pytest.approx(max(1 - off, 0.25)) and cut == (off > 0.75)
 
 
 def test_members_of_another_prior_tell_how_far_those_of_one_prior_disagree():
@@ -157,6 +157,9 @@ def test_logits_are_divided_by_the_mean_factor_that_the_folds_leave_possible(n, 
     scores = torch.stack([(3 * logits / c).log_softmax(1).gather(1, y[:, None]).sum() for c in logs.exp()])
     mean = float((scores - logs.square() / 2).softmax(0) @ logs)
     assert math.log(found) == pytest.approx(mean, abs=tolerance)
+    whole = Problem(Data(logits, y, n), lik, problem().members, 1, n, [torch.arange(n)], 0, range(1))
+    widened = held.score(lik, held.folds_of(whole, [3 * logits / found]))
+    torch.testing.assert_close(held.log_scores(whole, held.folds_of(whole, [3 * logits])), widened)
     assert n < 3000 or found == pytest.approx(3, rel=0.1)
 
 
@@ -331,14 +334,6 @@ def test_a_likelihood_of_counts_has_no_width():
         bc.likelihoods.poisson().widened(torch.zeros(2), 2.0)
 
 
-def test_the_mixture_of_a_gaussian_scores_as_the_average_density():
-    drawn, log_weights = torch.randn(3, 4, 1), torch.tensor([0.2, 0.3, 0.5]).log()
-    y = torch.randn(4, 1)
-    mixed = bc.likelihoods.gaussian(0.7).mixture(drawn, log_weights)
-    each = torch.distributions.Normal(drawn, 0.7**0.5).log_prob(y)
-    torch.testing.assert_close(mixed.log_prob(y), (each + log_weights[:, None, None]).logsumexp(0))
-
-
 def test_data_are_grouped_whatever_the_strides_of_their_inputs():
     """An axis of length 1 of numpy's has any stride."""
     x = torch.tensor([0.0, 1.0, -0.0, 2.0]).as_strided((4, 1), (1, 0))
@@ -387,14 +382,6 @@ def test_chains_at_temperature_zero_leave_members_that_are_at_their_mode():
     left = [torch.tensor([i for i in range(40) if i not in fold]) for fold in p.folds]
     mode = torch.stack([closed(p, *p.data.take(rows))[0] for rows in left])
     torch.testing.assert_close(found.run(mode, 60, 1)[-1], mode, rtol=0, atol=1e-10)
-
-
-def test_chains_without_a_step_leave_all_members(monkeypatch):
-    monkeypatch.setattr(behind, "STEP", 1e-100)
-    p = problem()
-    found = chains_of(p)
-    found.temperature = 0.0
-    assert torch.equal(found.run(p.theta, 60, 1), p.theta.expand(16, -1, -1))
 
 
 def judged(monkeypatch, start, noise, seconds=1e6):
@@ -470,7 +457,8 @@ def test_chains_have_what_the_budget_leaves(monkeypatch, budget, chains, steps, 
     """A step takes .01 s, 1.3 of them each step; 300 data are worth 4,000 steps of 32. Of minutes .04 are spared."""
     monkeypatch.setattr("bayesopt_chain.ensemble.call.time", SimpleNamespace(perf_counter=lambda: 5.0))
     p = SimpleNamespace(mine=range(4), count=4, batch_size=32, data=SimpleNamespace(size=300))
-    found = _cost(SimpleNamespace(seconds=lambda: 0.01, problem=p), **budget, lr=0.01, began=5.0, chains=chains)
+    training = SimpleNamespace(seconds=lambda: 0.01, seconds_of_scores=lambda: 0.0, problem=p)
+    found = _cost(training, **budget, lr=0.01, began=5.0, chains=chains)
     assert found["steps"] == steps and found["chains"] == pytest.approx(seconds, abs=0.02)
     assert found["seconds"] == pytest.approx(1.3 * 0.01 * steps + seconds, abs=0.02)
     assert ("for chains" in found["said"]) == (seconds > 0)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble import call, recipe
+from bayesopt_chain._torch import traced
+from bayesopt_chain.ensemble import call, held, recipe
 from bayesopt_chain.ensemble import stages as on_disk
 from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of
@@ -363,6 +364,28 @@ def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(clock, capsy
     assert sum(found.report.passes.values()) == pytest.approx(float(said[0]), rel=0.1)
     assert clock.now == pytest.approx(float(said[1]), rel=0.1)
     assert "minutes" not in budget or clock.now == pytest.approx(60 * budget["minutes"], rel=0.1)
+
+
+def test_minutes_hold_what_scores_take_too(clock, monkeypatch, x):
+    """Thirty milliseconds each, as of tokens; 60 of them choose the scale."""
+    whole = held.score
+
+    def score(*given):
+        clock.now += 0.03
+        return whole(*given)
+
+    monkeypatch.setattr(held, "score", score)
+    likelihood = bc.likelihoods.categorical()
+    found = ensemble(x, (x[:, 0] > 0).long(), 2, likelihood, steps=None, minutes=0.25)
+    assert clock.now == pytest.approx(15, rel=0.1) and found.report.seconds == pytest.approx(clock.now)
+
+
+def test_a_program_has_no_views_that_change_nothing():
+    graph = traced(lambda x: (x.view(2, 3).expand(2, 3) + 1).T.detach(), [torch.ones(2, 3)]).graph
+    assert [node.target.name() for node in graph.nodes if node.op == "call_function"] == [
+        "aten::add.Tensor",
+        "aten::permute",
+    ]
 
 
 @pytest.mark.slow
