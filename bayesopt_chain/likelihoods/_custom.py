@@ -76,22 +76,13 @@ class FromLoss(Custom):
         return Grouping((), event.numel())
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        """Targets are whatever the loss takes; a loss that mixes data is refused, on every device."""
         if outputs.ndim == 0 or outputs.shape[0] == 0:
             raise ValueError(f"the custom likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
-
-    def losses(self, outputs: Tensor, targets: Any) -> Tensor:
-        self._require_once(outputs, targets)
-        losses = self.loss(outputs, targets)
-        _require_separate(losses, self.loss, outputs, targets)
-        return losses
+        _require_separate(self.loss(outputs, targets), self.loss, outputs, targets)
 
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
         return -self.loss(outputs, targets)
-
-    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        if labels is not None:
-            self.losses(outputs, labels)
-        return super().exact_root(outputs, labels)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)

@@ -81,9 +81,6 @@ class Gaussian(Normal):
     def information(self, outputs: Tensor) -> Tensor:
         return self._variance(outputs).reciprocal().expand_as(outputs)
 
-    def exact_root(self, outputs: Tensor, labels: Any) -> Elementwise:
-        return Elementwise(self._variance(outputs).rsqrt().expand_as(outputs))
-
     @property
     def noise_variance(self) -> Any:
         return self.variance_of_noise

@@ -206,7 +206,9 @@ def _is_affine(layer: nn.Linear, names: list[str], params: Mapping[str, Tensor],
         return False
     with torch.no_grad():
         again = head(tuple(names))(params, call.inputs)
-    return again.dtype == output.dtype and torch.allclose(again, output, rtol=torch.finfo(again.dtype).eps ** 0.5)
+    if again.shape != output.shape or again.dtype != output.dtype:  # some of its outputs alone, or one for several
+        return False
+    return torch.allclose(again, output, rtol=torch.finfo(again.dtype).eps ** 0.5)
 
 
 def _owners(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, list[str]]:

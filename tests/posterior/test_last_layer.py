@@ -192,6 +192,16 @@ UNTIDY = {  # module, the parameters of the last layer (or the words of a refusa
         after(lambda n, f, h: n.head(h + n.token[:, 0]), token=nn.Parameter(torch.linspace(-1, 1, 5).reshape(1, 1, 5))),
         PLAIN,
     ),
+    "some outputs of the head": (after(lambda n, f, h: f[:, :1]), PLAIN),
+    "an output several times": (after(lambda n, f, h: f[:, :1].expand(-1, 3)), PLAIN),
+    "a column that is broadcast": (
+        lambda: nn.Sequential(nn.Linear(3, 1), of_inputs(lambda x: x.expand(-1, 2))),
+        {"0.weight", "0.bias"},
+    ),
+    "a frozen head": (
+        after(lambda n, f, h: n.frozen(h), frozen=nn.Linear(5, 2).requires_grad_(False)),
+        {"body.weight", "body.bias"},
+    ),
     "in place behind": (after(lambda n, f, h: f.tanh_()), PLAIN),
     "a detached path": (after(lambda n, f, h: f + n.other(h).detach(), other=nn.Linear(5, 2)), PLAIN),
     "a matrix behind": (
