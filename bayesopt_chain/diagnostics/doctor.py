@@ -334,7 +334,7 @@ def _finite(m: Any) -> dict[str, Any]:
         losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
     finite = torch.isfinite(losses).all(1)
     has_stopped, early = "the loss of" in m.why, losses[: max(len(losses) // 4, 1)].abs()
-    is_level = has_stopped and len(losses) >= 4 and bool(losses[-1].abs().max() <= GROWTH * early.max())
+    is_level = has_stopped and len(losses) >= 2 and bool(losses[-1].abs().max() <= GROWTH * early.max())
     return {
         "leaves": leaves,
         "losses": losses,

@@ -130,7 +130,8 @@ def gradient_noise(
             "dictionary or a tuple of tensors is one"
         )
     with torch.random.fork_rng(devices=initialised_devices()):
-        first = [gradients(loss, params, batch) for batch in used]
+        found = [gradient(loss, params, batch) for batch in used]
+        first = [optree.tree_leaves(grads) for grads, _ in found]
         again = gradients(loss, params, used[0])
         # sums on a device may differ in their last places from one call to the next, which are no draws
         pairs = [(x, (x - y).norm()) for x, y in zip(first[0], again)]
@@ -142,11 +143,14 @@ def gradient_noise(
         again = [torch.stack(leaf) for leaf in zip(*second)]
         draws = [(x - y) / math.sqrt(2 * m) for x, y in zip(stacked, again)]
         stacked = [(x + y) / 2 for x, y in zip(stacked, again)]
-    bad = torch.stack([~leaf.reshape(m, -1).isfinite().all(1).cpu() for leaf in stacked]).any(0).nonzero().flatten()
+    finite = [leaf.reshape(m, -1).isfinite().all(1).cpu() for leaf in stacked]
+    # a mean over no label at all is NaN, and its gradient zero
+    finite.append(torch.stack([info.loss for _, info in found]).isfinite().cpu())
+    bad = (~torch.stack(finite).all(0)).nonzero().flatten()
     if len(bad):
         raise ValueError(
-            f"gradient_noise: the loss has a gradient that is not finite at params, of {len(bad)} of {m} batches, the first of "
-            f"them number {int(bad[0]) + 1}; look for rows with NaN in them"
+            f"gradient_noise: the loss or its gradient is not finite at params, on {len(bad)} of {m} batches, the first of "
+            f"them number {int(bad[0]) + 1}; look for rows with NaN in them, and for batches without a label that counts"
         )
     means = [leaf.mean(0) for leaf in stacked]
     sizes = [len(block) for block in blocks]

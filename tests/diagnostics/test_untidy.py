@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torchopt
+from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import HeatGuard, doctor, gradient_noise, heating, hessian_product, ksd
@@ -70,6 +71,15 @@ WRONG: list[Any] = [
         lambda: gradient_noise(loss, W, (X, Y)),
         ValueError,
         "at least two an epoch, got 1; a tensor, a dictionary or a tuple of tensors is one",
+    ),
+    (  # of labels that are all left out the mean is NaN, and its gradient zero
+        lambda: gradient_noise(
+            lambda w, b: cross_entropy(torch.outer(b[0] @ w, torch.ones(2)), b[1]),
+            W,
+            [(X[:20], torch.full((20,), label)) for label in (0, -100)],
+        ),
+        ValueError,
+        "loss or its gradient is not finite at params, on 1 of 2 batches, the first of them number 2",
     ),
     (
         lambda: heat(curvature=(X.T @ X / 300).triu() + torch.ones(3, 3).triu(1)),

@@ -571,6 +571,19 @@ WHERE = [
             ValueError,
             "refused: 25 draws of one chain are too few to tell an error; run longer",
         ),
+        (  # a virial of 2.2 +- 1.2 of 1
+            lambda: bc.observe(
+                lambda w, b: (w - b).square().mean() / 2,
+                torch.randn(120, generator=torch.Generator().manual_seed(0)).mean(),
+                bc.epochs(torch.randn(120, generator=torch.Generator().manual_seed(0)), 20),
+                temperature=1 / 120,
+                steps=1000,
+                burn_in=300,
+                chains=2,
+            ).llc(),
+            ValueError,
+            "refused: too hot, or too short to tell it from chance",
+        ),
         *(  # though most masks are alike
             (
                 lambda share=share: bc.observe(masked(share), torch.ones(9), None, temperature=0.1),

@@ -10,7 +10,8 @@ r"""``observe``: means and covariances of functions of the parameters along chai
 What a run says of itself, whether it is ground for an answer (``verdict``):
 
     beyond the limit      lr k / (2 (1 + mu)) >= 1 where a chain was seen
-    too hot               the virial, or that of the stiffest directions, above its value by more than 5 % (10 %) and 3 errors
+    too hot               the virial, or that of the stiffest directions, above its value by more than 5 % (10 %) and 3 errors;
+                          or the virial by half, whatever its error, which chains that are thrown far have as large
     not spread            the virial, or that of a leaf, below its value by more than 5 % and 3 errors: flat directions are
                           still on their way
     drift                 the loss of the last third against the first, in errors of the difference: 4.5 or more
@@ -661,8 +662,12 @@ def susceptibility(part: Observed, full: Observed, train: str, probe: str) -> Es
 FINDINGS = (
     Row("limit", lambda m: not m.limit < 1,
         "refused: lr is {limit:.2f} of the stability limit where the loss is steepest on the way; take lr={lower:.2g}"),
-    Row("hot", lambda m: not m.ratio < 1.05 + 3 * m.error or m.ratio > 1.5,
+    Row("hot", lambda m: not m.ratio < 1.05 + 3 * m.error,
         "refused: too hot, virial {virial} of {free}; take half the lr, or larger batches"),
+    # chains that multiplicative noise throws far have errors as large as their virial
+    Row("hot", lambda m: m.ratio > 1.5,
+        "refused: too hot, or too short to tell it from chance, virial {virial} of {free}; run longer, or more chains, and "
+        "where it stays take half the lr, or larger batches"),
     Row("hot", lambda m: m.top > 1.1 + 3 * m.top_error,
         "refused: the {stiff} stiffest directions are {top:.2f} times as hot as they should be (+- {top_errors:.2g}), which "
         "the others hide; take half the lr, or larger batches"),
