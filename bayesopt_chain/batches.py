@@ -63,14 +63,11 @@ def entry(key: str, batch: Any) -> Any:
 
 def _learnt(leaves: list[Any]) -> bool:
     """Whether there were classes among the leaves that open and were not known; they are known from now on."""
-    new = {type(leaf) for leaf in leaves if type(leaf) not in _known and _opens(leaf)}
+    unknown = {*map(type, leaves)} - _known
+    new = [kind for kind in unknown if issubclass(kind, Mapping) or dataclasses.is_dataclass(kind)]
     for kind in new:
         _register(kind)
     return bool(new)
-
-
-def _opens(leaf: Any) -> bool:
-    return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
 
 
 def _register(kind: type) -> None:

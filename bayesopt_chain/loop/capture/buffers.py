@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import optree
@@ -19,6 +18,7 @@ from bayesopt_chain import _torch, batches
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info
+from bayesopt_chain.trees import are_same
 
 
 class Steps(NamedTuple):
@@ -101,7 +101,7 @@ class Slots:
         """
         if self.own is None or tree is not self.own:  # the result of the last call, handed back, costs nothing here
             leaves, spec = optree.tree_flatten(tree)
-            if not (len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)) and spec == self.spec):
+            if not (are_same(leaves, self.leaves) and spec == self.spec):
                 self.load(leaves, spec, what)
 
     def new_values(self, tree: Any, what: str) -> list[Tensor]:
@@ -187,7 +187,7 @@ class Batch:
                     raise ValueError(f"capture: batch, leaf {n}: {describe(x)} has no {steps} steps along axis {dim}")
         self.strides = [x.stride() if torch.is_tensor(x) else None for x in self.leaves]
         self.immutable = _is_immutable(batch)
-        self.last: tuple[Any, list, list[Tensor] | None] = (self, [], None)
+        self.last: tuple[Any, list, list[Tensor] | None, list[Tensor]] = (self, [], None, [])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -201,14 +201,18 @@ class Batch:
             ValueError: the batch has another structure, or a leaf another shape, dtype, device or value of a constant.
         """
         # a batch of lists or dictionaries may have changed while it stayed the same object, so that it is flattened again
-        seen, leaves, tensors = self.last
+        seen, leaves, tensors, views = self.last
         if not (self.immutable and batch is seen):
             before, (leaves, spec) = leaves, batches.flatten(batch)
-            if not (len(leaves) == len(before) and all(map(is_, leaves, before)) and spec == self.spec):
+            known = are_same(leaves, before) and spec == self.spec
+            if not known:
                 self.check(leaves, spec)
-            mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
-            tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
-            self.last = batch, leaves, tensors
+            if not (known and views and all(map(Tensor.is_set_to, tensors or (), views))):
+                mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
+                tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
+                # of a batch that came twice views, which show whether a ``.data`` was replaced
+                views = [x.detach() for x in tensors or ()] if known else []
+            self.last = batch, leaves, tensors, views
         return tensors if tensors is not None else self.with_strides(leaves)
 
     def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
