@@ -46,8 +46,8 @@ class TensorOps:
         if self.inplace and are_small(xs) and all([f is first for f in factors]) and all([x.dtype in WIDE for x in xs]):
             foreach_mul_(list(xs), first)
             return list(xs)
-        # a 0-d leaf has its own dtype, which a 0-d factor of a wider one, such as a schedule's, would change
-        return [_like(self._mul(x, f), x) for x, f in zip(xs, factors)]
+        # a 0-d leaf keeps its dtype beside a 0-d float64 factor, such as a schedule's; others widen it, as in TorchOpt
+        return [_like(y, x) if y.dtype == torch.float64 else y for x, y in zip(xs, map(self._mul, xs, factors))]
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
         """``x / f``."""

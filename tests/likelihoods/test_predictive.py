@@ -102,6 +102,11 @@ def test_scores_are_integrals_of_the_squared_distance_of_distribution_functions(
     assert abs(predictive.crps(y).item() - wanted.item()) < (1e-5 if is_discrete else grid[1] - grid[0])
 
 
+def test_a_million_counts_are_not_added_up():
+    with pytest.raises(ValueError, match=r"crps: counts up to 1e\+06 would have to be added up"):
+        likelihoods.poisson().predictive(MEAN[:1], COVARIANCE[:1]).crps(torch.full((1, 1), 1e6))
+
+
 def test_the_score_of_a_gaussian_is_its_closed_form():
     """Gneiting and Raftery (2007), equation 21; standard deviation 2, standardised targets 0 and 1.5."""
     predictive = likelihoods.gaussian(1.0).predictive(torch.zeros(2, 1), torch.full((2, 1, 1), 3.0))
@@ -281,8 +286,8 @@ def test_parts_of_the_data_have_the_answers_of_the_whole(monkeypatch):
     predictive, y = likelihood.predictive(mean, root @ root.mT), torch.arange(7) % 3
     whole = predictive.mean, predictive.log_prob(y), predictive.epistemic
     monkeypatch.setattr("bayesopt_chain.likelihoods._predictive.NUMBERS_AT_ONCE", 3000)
-    for got, wanted in zip((predictive.mean, predictive.log_prob(y), predictive.epistemic), whole):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+    got = predictive.mean, predictive.log_prob(y), predictive.epistemic
+    torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -354,8 +359,7 @@ def test_draws_of_classes_that_are_added_up_give_the_mixture_and_none_is_kept(ax
         (p.probabilities, p.entropy, p.aleatoric, p.epistemic, p.variance, p.log_prob(labels))
         for p in (pooled, stacked)
     )
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
     with pytest.raises(ValueError, match="added up"):
         pooled.covariance()
 
@@ -447,6 +451,8 @@ def test_exact_factors_are_a_root_of_the_hessian_and_the_empirical_one_is_the_gr
     factors = likelihood.factors(outputs, targets)
     assert factors.shape[1:] == outputs.shape
     assert torch.allclose(squared(factors), hessian(likelihood, outputs, targets), atol=1e-12)
+    root, rows = likelihood.root(outputs, targets), factors.reshape(-1, outputs.shape[-1])
+    assert not (event and root.has_gram) or torch.allclose(root.gram(), rows.mT @ rows)
     gradient = torch.func.grad(lambda f: likelihood.nll(f, targets).sum())(outputs)
     assert torch.allclose(likelihood.empirical_factors(outputs, targets)[0], gradient, atol=1e-14)
 

@@ -131,8 +131,7 @@ def test_the_posterior_of_one_task_as_the_prior_of_the_next_is_the_joint_fit(str
     posterior: object = 2.0
     for task in (slice(0, 7), slice(7, 12), slice(12, 24)):
         posterior = learn(structure, (x[task], Y[task]), posterior)
-    for a, b in zip(optree.tree_leaves(posterior.mean), optree.tree_leaves(joint.mean)):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*map(optree.tree_leaves, (posterior.mean, joint.mean)), rtol=0, atol=1e-10)
     torch.testing.assert_close(posterior.precision.to_dense(), joint.precision.to_dense(), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(learn(structure, (x[12:], Y[12:]), 2.0).mean["w"], joint.mean["w"], atol=1e-3)
 

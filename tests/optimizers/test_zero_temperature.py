@@ -75,8 +75,7 @@ def test_a_tensor_or_schedule_that_is_zero_gives_the_same_values(row, zero, data
         assert "no noise can be matched" in str(err) and refused, str(err)
         return
     want = trajectory(theirs(row)(**settings), params, draws, inplace)
-    for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want)):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_limit_check_finds_a_sampler_with_the_wrong_limit():
@@ -140,8 +139,7 @@ def test_meta_classes_equal_torchopts_bitwise_and_so_do_their_meta_gradients(nam
 
     got, want = meta(bc), meta(torchopt)
     assert_bitwise_equal(got[0], want[0], "outer loss")
-    for x, y in zip(got[1:], want[1:]):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got[1:], want[1:], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("row", COMPARED, ids=str)

@@ -29,8 +29,7 @@ def exported(module, x):
 
 
 def close(got, predictive):
-    for a, b in zip(got, (predictive.mean, predictive.variance)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, (predictive.mean, predictive.variance), rtol=1e-5, atol=1e-6)
 
 
 def of_fit(name, structure):
