@@ -98,24 +98,26 @@ class Collector:
 
         Raises:
             ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out;
-                ranks with parts of one model that keep draws of other steps.
+                ranks with parts of one model that keep draws of other steps; a model with other leaves, shapes or dtypes
+                than before.
         """
         checks.require("collect", step=(step, checks.WHOLE.or_none()))
         if step is None and not self.known:
             raise ValueError(
-                f"collect: {self.path} holds draws up to step {self.step}: say where this loop goes on, with "
-                "keep.load_state_dict(saved) of what keep.state_dict() gave, or keep.load_state_dict({'step': n}); a "
+                f"collect: {self.path or 'this collector'} holds draws up to step {self.step}: say where this loop goes on, "
+                "with keep.load_state_dict(saved) of what keep.state_dict() gave, or keep.load_state_dict({'step': n}); a "
                 "trainer says it to its callbacks: callbacks=[keep]"
             )
         step = self.step + 1 if step is None else step
         if step - 1 != self.step:
             self.load_state_dict({"step": step - 1})
-        self.step, self.known = step, True
+        is_draw = self.store.run.is_draw(step)
+        # where a draw cannot be kept, this step was not seen, and the number of the next one is known to the loop alone
+        self.step, self.known = step - is_draw, not is_draw
         if not self.compared:  # behind the first step, since the module may have been sharded after the call
             self.compared, asked = True, {"every": self.every, "after": self.after, "steps so far": step}
             require_given_alike("collect", asked, mesh_of(self._params()))
-        store = self.store
-        if not store.run.is_draw(step):
+        if not is_draw:
             return
         sampled = getattr(
             getattr(optimizer, "optimizer", optimizer), "sampled", None
@@ -126,11 +128,12 @@ class Collector:
                 params = gathered(params, self.collects)
             if self.collects:
                 buffers = {name: b.detach() for name, b in self.model.named_buffers()}
-                store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
+                self.store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
+        self.step, self.known = step, True
         if self.folder is None:
             return
-        since = time.monotonic() - store.committed
-        if since > self.seconds or (store.size * store.bytes >= SHARD_BYTES and since > AGAIN):
+        since = time.monotonic() - self.store.committed
+        if since > self.seconds or (self.store.size * self.store.bytes >= SHARD_BYTES and since > AGAIN):
             self.try_to_flush()
 
     def try_to_flush(self) -> None:
@@ -191,7 +194,8 @@ class Collector:
             raise ValueError(
                 f"collect: {self.path} holds the draws up to step {self.step}, and the loop goes on after step {step}: those "
                 "between are missing. Save keep.state_dict() with the loop's checkpoints, or collect from here on "
-                f"(after={step}) into a directory of its own"
+                f"(after={step}) into a directory of its own. A trainer that counts several steps at once, as of two "
+                "optimizers, needs every= a multiple of them"
             )
         if step < self.step:
             with closing(folder.open()):

@@ -43,6 +43,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,9 +152,12 @@ def tiles_of(folder: Path, head: File, skip: bool = False) -> list[Tile]:
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Names of files of draws, with inode and size."""
-    with os.scandir(folder) as entries:
-        status = {x.name: x.stat(follow_symlinks=False) for x in entries if DRAWS.fullmatch(x.name)}
-    return {name: (status[name].st_ino, status[name].st_size) for name in sorted(status)}
+    out = dict[str, tuple[int, int]]()
+    for name in sorted(filter(DRAWS.fullmatch, os.listdir(folder))):
+        with suppress(FileNotFoundError):  # merged into another one since
+            status = os.lstat(folder / name)
+            out[name] = (status.st_ino, status.st_size)
+    return out
 
 
 def _tiled(folder: Path, head: File, skip: bool, names: Mapping[str, Any]) -> list[Tile]:
@@ -318,7 +322,7 @@ def _locked(folder: Path) -> int:
             raise RuntimeError(
                 f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
             ) from None
-        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}") from None
+        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}; bc.Draws.open reads it") from None
     return fd
 
 

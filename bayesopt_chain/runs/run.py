@@ -529,7 +529,7 @@ def _tensor(x: Tensor) -> Any:
 
 def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
     """The name of a function, its code, its defaults, what it closes over, and what it reads from its module: numbers,
-    tensors, and the code of functions that are of the same module."""
+    tensors, dictionaries and tuples of them, and the code of functions that are of the same module."""
     f = inspect.unwrap(f)
     f = getattr(f, "__func__", f)
     if not isinstance(f, types.FunctionType):
@@ -538,7 +538,9 @@ def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
         closed = inspect.getclosurevars(f)
     except ValueError:  # it refers to something that is not bound yet
         return UNKNOWN
-    seen = {n: inner(v) for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str, Tensor))}
+    seen = {  # no lists, in which losses keep a record
+        n: inner(v) for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str, Tensor, Mapping, tuple))
+    }
     helpers = {n: v for n, v in closed.globals.items() if isinstance(v, types.FunctionType)}
     code = {n: code_digest(v.__code__) for n, v in helpers.items() if v.__module__ == f.__module__}
     return {

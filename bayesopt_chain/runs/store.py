@@ -29,6 +29,7 @@ from bayesopt_chain.distributed.ranks import (
     gather_objects,
     mesh_of,
     require_alike,
+    shown_some,
     together,
     world,
 )
@@ -230,6 +231,7 @@ class Store:
         place: where the run is kept.
         device: of the parameters, to which draws come that are read.
         size: the number of draws that are held in memory.
+        columns: shape and dtype of what a draw has, by name; empty before the first.
         first: whether this rank keeps the draws of these chains.
         folders: those that this rank writes.
         blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
@@ -246,6 +248,7 @@ class Store:
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params)
         self.held, self.size = dict[str, list[Tensor]](), 0
+        self.columns = dict[str, tuple[torch.Size, torch.dtype]]()
         self.first, self.owns, self.heeds, self.number = place.shared.rank == 0, True, False, 0
         self.folders, self.blocks = list[Folder](), list[tuple[Path, slice | None]]()
         self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
@@ -274,9 +277,13 @@ class Store:
         row[STEP] = torch.tensor(it.step, device="cpu")
         if loss is not None:
             row[LOSS] = loss
-        if self.held and row.keys() != self.held.keys():
+        columns = {name: (x.shape, x.dtype) for name, x in row.items()}
+        self.columns = self.columns or columns
+        if other := [n for n in self.columns | columns if self.columns.get(n) != columns.get(n)]:
             raise ValueError(
-                f"sample: the draw of step {it.step} holds {sorted(row)}, those before it {sorted(self.held)}"
+                f"sample: the draw of step {it.step} has other leaves than those before it, or other shapes or dtypes: "
+                f"{shown_some(other)}; the draws of a run are alike: sample or collect the changed model into a directory of "
+                "its own"
             )
         for name, x in row.items():
             self.held.setdefault(name, []).append(x)

@@ -274,7 +274,7 @@ CASES = {  # the claims, and what every rank says; nothing where they may be so
     ),
     "replicas with other betas": (
         [[leaf(0, betas=(0.9, 0.99 - r / 8))] for r in range(2)],
-        "with betas = [0.9, 0.99] and [0.9, 0.865]",
+        "with betas[1] = 0.99 and 0.865",
     ),
     "chains with rates of their own": (
         [[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)],

@@ -89,19 +89,22 @@ def test_a_restart_goes_on_and_makes_later_draws_again(tmp_path, stop):
             assert torch.equal(x, draws._columns()[name])
 
 
-def test_a_loop_that_does_not_say_where_it_goes_on_is_refused(tmp_path):
-    loop = Loop(tmp_path)
+def test_a_loop_that_does_not_say_where_it_goes_on_is_refused_and_a_folder_that_was_removed_is_named(tmp_path):
+    loop = Loop(tmp_path / "draws")
     loop.train(0, 10)
     loop.keep.flush()
-    del loop
-    again = Loop(tmp_path)
+    with pytest.raises(ValueError, match=r"temperature is 0\.001, here 0\.01"):
+        Loop(tmp_path / "draws", temperature=1e-2)
+    again = Loop(tmp_path / "draws")
     with pytest.raises(ValueError, match="holds draws up to step 10: say where this loop goes on"):
         again.train(0, 1)
     with pytest.raises(ValueError, match="those between are missing"):
         again.keep.load_state_dict({"step": 17})
-    del again
-    with pytest.raises(ValueError, match=r"temperature is 0\.001, here 0\.01"):
-        Loop(tmp_path, temperature=1e-2)
+    again.keep.load_state_dict({"step": 10})
+    shutil.rmtree(tmp_path / "draws")
+    again.train(10, 20)
+    with pytest.raises(OSError, match="draws has been removed"):
+        again.keep.flush()
 
 
 def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monkeypatch):
@@ -116,16 +119,6 @@ def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monk
         loop.keep.flush()
         for draws in (loop.keep.draws, bc.Draws.open(tmp_path / str(at))):
             assert draws.steps.tolist() == [7, 10, 13, 16, 19], at
-
-
-def test_a_folder_that_was_removed_is_named(tmp_path):
-    loop = Loop(tmp_path / "draws")
-    loop.train(0, 10)
-    loop.keep.flush()
-    shutil.rmtree(tmp_path / "draws")
-    loop.train(10, 20)
-    with pytest.raises(OSError, match="draws has been removed"):
-        loop.keep.flush()
 
 
 def test_draws_without_statistics_predict_with_a_warning():
@@ -281,12 +274,24 @@ def test_it_predicts_with_models_whose_outputs_are_no_tensors():
     torch.testing.assert_close(keep.draws.predict(model, [x]), model(x).logits)
 
 
-@pytest.mark.parametrize("steps", [0, 5])
-def test_what_is_let_go_of_is_written_and_a_collector_that_nobody_held_is_said(tmp_path, steps):
+CHANGES = [
+    None,
+    lambda model: model.weight.requires_grad_(False),
+    lambda model: model.double(),
+    lambda model: model.register_buffer("later", torch.ones(1)),
+    lambda model: setattr(model.weight, "data", torch.ones(1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("steps, change", [(0, None), *((5, change) for change in CHANGES)])
+def test_what_is_let_go_of_is_written_and_a_collector_that_nobody_held_is_said(tmp_path, steps, change):
+    """Also where the model has changed, and a draw of it was refused."""
     model = nn.Linear(1, 1)
     keep = bc.collect(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, path=tmp_path)
     for step in range(1, steps + 1):
         keep(step)
+    with pytest.raises(ValueError, match="draw of step 6 has other leaves") if change else nullcontext():
+        _ = change and (change(model), keep())
     with (
         nullcontext()
         if steps

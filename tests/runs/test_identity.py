@@ -207,8 +207,7 @@ LOSSES = {  # a loss, the same one of another number, and one of another name
 FACTOR = torch.ones(3)
 
 
-def with_a_tensor(params, batch):
-    return (FACTOR * params["w"] ** 2).sum()
+TABLE = {"scale": (2.0, "w")}
 
 
 def with_a_function(params, batch):
@@ -221,7 +220,12 @@ def scaled_otherwise(params, batch, scale):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "fn, name, value", [(with_a_tensor, "FACTOR", 5 * torch.ones(3)), (with_a_function, "scaled", scaled_otherwise)]
+    "fn, name, value",
+    [
+        (lambda params, batch: (FACTOR * params["w"] ** 2).sum(), "FACTOR", 5 * torch.ones(3)),
+        (with_a_function, "scaled", scaled_otherwise),
+        (lambda params, batch: TABLE["scale"][0] * loss(params, batch), "TABLE", {"scale": (3.0, "w")}),
+    ],
 )
 def test_what_a_loss_reads_from_its_module_is_compared(fn, name, value, tmp_path, monkeypatch):
     run(tmp_path, fn=fn)
