@@ -76,8 +76,7 @@ class Mixture:
         if not self.points:
             return torch.tensordot(weights, values, dims=1)
         if self.points > FEW:  # far out a value may be infinite where no weight is left
-            kept = weights > 0
-            weights, values = weights[kept], values[kept]
+            values = torch.where(weights.reshape(-1, *[1] * (values.ndim - 1)) > 0, values, 0)
         even, odd = (torch.tensordot(weights[k::2], values[k::2], dims=1) for k in (0, 1))
         require_enough(even + odd, even / weights[::2].sum(), values[::16].abs().amax(0) if unit is None else unit)
         return even + odd

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature._plan import Affine
-from bayesopt_chain.likelihoods import Likelihood, Outputs
+from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.modules.functional import copied, logits_of, write_back
 from bayesopt_chain.posterior._linearized import of_affine
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import Features, seen_by
 from bayesopt_chain.precision import Precision
+from bayesopt_chain.tracing import is_hidden
 
 Tensors = Mapping[str, Tensor]
 LARGEST = 4096  # parameters of a layer whose covariance is held as a matrix
+IN_GRAPH = 1025  # nodes of a rule over one output
 
 
 class LinearizedHead(nn.Module):
@@ -63,7 +65,11 @@ class LinearizedHead(nn.Module):
         phi = phi.to(params[self.head.weight].dtype)
         mean, flat = self.head(params, (phi, None)), phi.flatten(0, -2)
         spread = of_affine(self.head, params, flat, bases, None) if bases else self._between_rows(flat, covariance)
-        mixture = self.likelihood.mixed(Outputs(mean.flatten(0, -2).to(self.dtype), spread.to(self.dtype)))
+        outputs = Outputs(mean.flatten(0, -2).to(self.dtype), spread.to(self.dtype))
+        # a graph has as many nodes whatever it is given, so that they are enough for deviations of sixty widths
+        mixture: Any = (
+            self.likelihood.mixed(outputs, points=IN_GRAPH) if is_hidden(mean) else Predictive(self.likelihood, outputs)
+        )
         return tuple(x.reshape(*mean.shape[:-1], *x.shape[1:]) for x in (mixture.mean, mixture.variance))  # pyright: ignore
 
     def _between_rows(self, phi: Tensor, covariance: Tensor) -> Tensor:

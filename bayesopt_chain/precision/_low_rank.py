@@ -11,6 +11,9 @@ With the whitened rows ``W = V diag(d)^-1/2``, rotated so that ``W W^T = diag(s)
     R            = d^-1/2 (I - W^T diag(1 / (q (1 + q))) W),   q = sqrt(1 + s),   R R^T = M^-1
     log |M|      = sum log d + sum log(1 + s)
 
+What data determine is a difference of ones in ``M^-1``, ``1 - s / (1 + s)``, of which float32 leaves nothing from s of 10^7 on:
+a precision is decomposed in float64, whatever it is held in.
+
 Rows beyond the rank are *moved to the diagonal*: the rows are rotated to ``V V^T = diag(s)``, the ``rank`` longest are
 kept and the squares of the others added to d, so that trace and diagonal stay exact (a streaming SVD).
 """
@@ -132,7 +135,8 @@ class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("coun
 
     def factorised(self) -> Woodbury:
         Diagonal(self.diagonal, self.count).factorised()
-        return Woodbury(self.diagonal, *_whitened(self.diagonal, self.rows), self.count)
+        rows = optree.tree_map(torch.Tensor.double, self.rows)
+        return Woodbury(self.diagonal, *_whitened(self.diagonal, rows), self.count)
 
     def diag(self) -> Tree:
         return optree.tree_map(lambda d, row: d + row.square().sum(0), self.diagonal, self.rows)
@@ -179,14 +183,15 @@ class _Spiked(
         return self._diagonal_of(-self.power)
 
     def quad(self, tree: Tree) -> Tensor:
-        white = self._stretched(tree, self.power)
+        white = like(self._stretched(tree, self.power), self.rows)
         along = project(self.rows, white).square() * self._gains(self.power)
         return inner(white, white, self.diagonal) + along.sum(-1)
 
     def to_dense(self) -> Tensor:
         rows, root = flatten(self.rows, self.diagonal), flatten(self.diagonal, self.diagonal) ** (self.power / 2)
         bent = rows.mT @ (rows * self._gains(self.power).to(rows.dtype)[:, None])
-        return (torch.eye(len(root), dtype=rows.dtype, device=rows.device) + bent) * root * root[:, None]
+        whole = (torch.eye(len(root), dtype=rows.dtype, device=rows.device) + bent) * root * root[:, None]
+        return whole.to(root.dtype)
 
     def _gains(self, power: float) -> Tensor:
         """``g_power``, ``[rank]``."""
@@ -204,13 +209,14 @@ class _Spiked(
 
     def _bent(self, tree: Tree, power: float) -> Tree:
         """``(I + W^T W)^power x``."""
+        tree = like(tree, self.rows)
         along = project(self.rows, tree) * self._gains(power)
         return optree.tree_map(torch.add, tree, combine(along, self.rows))
 
     def _diagonal_of(self, power: int) -> Tree:
         def leaf(d: Tensor, row: Tensor) -> Tensor:
             bent = 1 + torch.tensordot(self._gains(power).to(row.dtype), row.square(), dims=1)
-            return bent * d if power > 0 else bent / d
+            return (bent * d if power > 0 else bent / d).to(d.dtype)
 
         return optree.tree_map(leaf, self.diagonal, self.rows)
 
@@ -246,7 +252,7 @@ class Woodbury(_Spiked):
             tensor([[2., 1.],
                     [1., 2.]])
         """
-        rows = optree.tree_map(lambda row, d: row * d.sqrt(), self.rows, self.diagonal)
+        rows = optree.tree_map(lambda row, d: (row * d.sqrt()).to(d.dtype), self.rows, self.diagonal)
         return LowRank(self.diagonal, rows, self.count)
 
     def add(self, other: LowRank | Root) -> LowRank:

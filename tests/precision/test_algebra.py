@@ -152,11 +152,6 @@ def test_kronecker_factors_add_as_sums_over_data(tree):
     assert_equal(total.diag()["w"], (torch.outer(left.diagonal(), right.diagonal()) / 14 + 0.6))
 
 
-def test_an_eigenbasis_adds_in_the_same_basis(tree):
-    a = kronecker(tree).factorised()
-    assert_equal(a.add(copy.deepcopy(a)).to_dense(), 2 * a.to_dense())
-
-
 @cases
 def test_low_rank_sums_keep_the_diagonal_exactly_and_everything_within_the_rank(tree):
     tree = tree()
@@ -169,8 +164,7 @@ def test_low_rank_sums_keep_the_diagonal_exactly_and_everything_within_the_rank(
 
 
 def test_low_rank_keeps_the_longest_directions():
-    rows = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
-    total = LowRank(torch.zeros(3), torch.zeros(2, 3), COUNT).add(Root(rows, COUNT))
+    total = LowRank(torch.zeros(3), torch.zeros(2, 3), COUNT).add(Root(torch.tensor([3.0, 1.0, 2.0]).diag(), COUNT))
     assert_equal(total.to_dense(), torch.diag(torch.tensor([9.0, 1.0, 4.0])))
     assert_equal(total.diagonal, torch.tensor([0.0, 1.0, 0.0]))
 
@@ -187,6 +181,16 @@ def test_a_root_concatenates_and_becomes_low_rank_with_a_prior(tree):
     x = draws_like(tree, 2)
     assert_equal(total.quad(x), torch.einsum("ni,ij,nj->n", flatten(x, tree), total.to_dense(), flatten(x, tree)))
     assert_equal(flatten(total.diag(), tree), total.to_dense().diagonal())
+
+
+def test_what_many_data_determine_beside_a_weak_prior_keeps_its_digits_in_single_precision(tree):
+    rows = each_leaf(lambda row: (100 * row).float(), draws_like(tree, 60))
+    single, exact = (
+        Root(each_leaf(cast, rows), COUNT).add_diagonal(1e-4) for cast in (torch.Tensor.float, torch.Tensor.double)
+    )
+    torch.testing.assert_close(
+        flatten(single.inverse_diag(), tree).double(), torch.linalg.inv(exact.to_dense()).diagonal(), rtol=1e-5, atol=0
+    )
 
 
 def test_zero_is_neutral_and_says_what_is_missing(tree):
@@ -320,9 +324,10 @@ def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data(tree):
         assert total.count == expected.count == 3.5 * COUNT
 
 
-def test_an_eigenbasis_made_once_takes_scales_and_diagonals(tree):
+def test_an_eigenbasis_made_once_takes_scales_and_diagonals_and_one_in_the_same_basis(tree):
     data = kronecker(tree)
     once = data.eigenbasis()
+    assert_equal(once.add(copy.deepcopy(once)).to_dense(), 2 * data.to_dense())
     assert_equal(once.scale(0.4).add_diagonal(2.0).to_dense(), data.scale(0.4).add_diagonal(2.0).to_dense())
 
 
