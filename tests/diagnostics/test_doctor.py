@@ -72,6 +72,7 @@ RUNS = {  # a run by its seed, what the doctor finds in it, and a part of the re
         loop(bc.sgd(0.002, momentum=0.9, weight_decay=40.0, temperature=T)), {"prior"}, "The prior dominates"
     ),
     "NaN is told from divergence": (loop(bc.sghmc(0.1, temperature=T), breaking, burn_in=50), {"nonfinite"}, ""),
+    "NaN after two draws": (loop(bc.sghmc(0.1, temperature=T), breaking, burn_in=290), {"nonfinite"}, "nothing before it grew"),
     "a far start": (
         loop(bc.sghmc(0.1, temperature=T), params=runs.far, steps=100, **EACH), {"burn-in"},
         "Not told: whether the draws are too hot"
