@@ -210,9 +210,17 @@ def _polynomials(acting: Sequence[tuple[Link, float]]) -> Polynomials:
 def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
     """How far a unit gradient moves each element in the step in which it arrives, ``P b_0``, float64.
 
+    The polynomials say it of a chain whose elements are alike. Behind a preconditioner it comes from an impulse.
+
     Raises:
         ValueError: the elements act on each other, as a dense preconditioner makes them.
     """
+    if not any(isinstance(link.response, Preconditioner) for link in tx.links):
+        each = zip(polynomials(tx, state), optree.tree_leaves(params, none_is_leaf=True))
+        # negative, as in an impulse of the chain, where it climbs; one number, however many elements there are
+        return [
+            torch.tensor(x.b[0], dtype=torch.float64, device=p.device).expand(p.shape) for x, p in each if p is not None
+        ]
     entries = [_at_rest(link, entry) for link, entry in zip(tx.links, state)]
     one = OneUpdate(tx, params, State(entries, state.layout))
     generator = torch.Generator().manual_seed(0)

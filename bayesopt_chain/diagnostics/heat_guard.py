@@ -77,7 +77,7 @@ from bayesopt_chain.diagnostics._response import (
 )
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
-from bayesopt_chain.matching.response import Noise, Preconditioner, SelfContainedSampler
+from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
 SHORT = 6  # steps after which a window ends where nothing can be hot
 WINDOW = 80  # steps after these of a full window
@@ -401,18 +401,13 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
     tx, state = inner(tx, state)
     levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
     out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(leaves)
-    numbers = [j for j, p in enumerate(leaves) if p is not None and p.numel() and j in levels]
-    each = polynomials(tx, state) if numbers else []
-    # the polynomials say all of a chain whose elements are alike; of others an impulse says what each element does
-    is_alike = not any(isinstance(link.response, Preconditioner) for link in tx.links)
-    impulses = [] if is_alike or not numbers else gains(tx, params, state)
-    of_leaf = dict(zip([j for j, p in enumerate(leaves) if p is not None], impulses))
-    for j in numbers:
-        x = each[j]
-        gain = of_leaf.get(j, torch.tensor(x.b[0], dtype=torch.float64, device="cpu"))
+    numbers = [j for j, p in enumerate(leaves) if p is not None]
+    each = polynomials(tx, state) if levels else []
+    for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
         climbs = bool((gain < 0).any())
-        if not bool(((gain > 0) ^ climbs).all()):
+        if j not in levels or not gain.numel() or not bool(((gain > 0) ^ climbs).all()):
             continue
+        x = each[j]
         first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
         size = gain.abs() / first  # lr_eff P
         rate = float(size.mean())

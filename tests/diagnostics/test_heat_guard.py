@@ -12,7 +12,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics import heat_guard
+from bayesopt_chain.diagnostics import _response, heat_guard
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.optim._sampling import heat_leaves
 from tests.diagnostics.oracle import enumerated
@@ -435,7 +435,7 @@ def test_a_chain_and_its_optimizer_are_read_alike(tx, make):
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_leaves_without_elements_are_passed_over_and_a_chain_that_climbs_is_read(decay, monkeypatch):
     """Without a preconditioner no impulse is made: it takes a tenth of a second for 300 leaves, a step of a schedule."""
-    monkeypatch.delattr(heat_guard, "gains")
+    monkeypatch.delattr(_response, "IMPULSE")
     down, up = (bc.sgd(0.1, weight_decay=decay, temperature=1.0, maximize=maximize) for maximize in (False, True))
     params = {"w": torch.zeros(3), "none": torch.zeros(0)}
     (of_none, falls), (_, rises) = (heat_guard._rules(tx, params, tx.init(params)) for tx in (down, up))

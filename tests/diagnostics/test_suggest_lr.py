@@ -365,7 +365,7 @@ def test_what_cannot_be_told_is_refused_by_name(change, error, words):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (0, "not finite at params, of 1 of 30 batches, the first of them number 1"),
+        (0, "not finite at params, on 1 of 30 batches, the first of them number 1"),
         (1, "curvature of other data than those measured is nan"),
         (2, "loss of batch 3 of the trial run is nan"),
     ],
