@@ -84,8 +84,8 @@ class Members(NamedTuple):
 
 
 class Products(TorchDispatchMode):
-    """Products with parameters while it is on: a parameter is known by its memory, so that views of it are too, and copies are
-    followed.
+    """Products of matrices and convolutions with parameters while it is on: a parameter is known by its memory, so that views of
+    it are too, and copies are followed.
 
     Attributes:
         sizes: the most numbers that a product with it sums up, by name.
@@ -95,8 +95,7 @@ class Products(TorchDispatchMode):
     def __init__(self, params: Tensors) -> None:
         super().__init__()
         self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
-        # by the identity of a product or copy, which is held so that no other takes its place or its memory
-        self.products = dict[int, tuple[Tensor, str, list[int]]]()
+        self.copies = list[Tensor]()  # held, so that nothing else takes their memory
         self.sizes, self.left = dict[str, int](), dict[str, list[Tensor]]()
 
     def name_of(self, x: Any) -> str | None:
@@ -116,17 +115,9 @@ class Products(TorchDispatchMode):
             size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
         elif kind == "embedding":
             factors = args[:1]
-        elif kind == "mul":
-            for x in filter(self.name_of, args):  # its own axes, not those that it is repeated along
-                own = [n if step else 1 for n, step in zip(x.shape, x.stride())]
-                self.products[id(out)] = out, str(self.name_of(x)), [1] * (out.ndim - x.ndim) + own
-        elif kind == "sum" and id(args[0]) in self.products:
-            product, name, lengths = self.products[id(args[0])]
-            axes = (args[1] if len(args) > 1 else None) or range(product.ndim)
-            self.sizes[name] = max(math.prod(lengths[axis] for axis in axes), self.sizes.get(name, 1))
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
             self.names[out.untyped_storage().data_ptr()] = name
-            self.products[id(out)] = out, name, [1] * out.ndim
+            self.copies.append(out)
         for name in filter(None, map(self.name_of, factors)):
             self.sizes[name] = max(size, self.sizes.get(name, 1))
             self.left.setdefault(name, []).append(factors[0])

@@ -109,9 +109,8 @@ class Problem:
         return {k: p @ self.axes[k].mT if k in self.axes else p for k, p in tree.items()}
 
     def fan_in(self) -> Tensor:
-        """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions, and
-        of products that are summed up, the numbers of it that an output sums up, as one call of the network shows; 1 of what
-        is added, scales, or is looked up."""
+        """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions the
+        numbers of it that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
         sizes, found = [], self.members.products(self.data.inputs_of(2))
         for name, x in self.members.first[0].items():
             layer = type(self.members.still.module.get_submodule(name.rpartition(".")[0])).__module__

@@ -417,7 +417,7 @@ def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, 
 
 
 def products(net, x):
-    """``x @ w`` and its relatives, an embedding that is also the head, and what is added or scales."""
+    """``x @ w`` and its relatives, an embedding that is also the head, and what is added or scales, summed up or not."""
     h = net.norm((x @ net.right) * net.gain[0] + net.added.sum(0))
     a = h @ net.turned.T + h @ net.copied.double().to(h.dtype)
     b = net.table(torch.zeros(len(x), dtype=torch.long)) @ net.table.weight.T
@@ -443,7 +443,7 @@ def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(
         "vector": 5,
         "turned": 5,
         "copied": 5,
-        "weighed": 5,
+        "weighed": 1,
         "repeated": 1,
         "added": 1,
         "gain": 1,
