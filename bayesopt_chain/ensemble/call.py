@@ -14,7 +14,7 @@ from torch import nn
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read, with_noise
+from bayesopt_chain.ensemble.data import CRUSHED, LEAST, LEAST_SCORED, Data, Scale, far_off, moments, read, with_noise
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
@@ -377,8 +377,13 @@ def _finished(
         if phi[0] - 3 * phi[1] > 1.1:
             advice["overdispersed"] = (
                 f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
-                "are too narrow: likelihoods.negative_binomial has a dispersion"
+                "are too narrow: pass more steps=, or likelihoods.negative_binomial, whose variance grows as dispersion= falls"
             )
+    if lost := far_off(problem.data.inputs, scale):
+        advice["far off"] = (
+            f"of {lost} columns of the inputs the middle half lies within {CRUSHED:g} of a standard deviation, so that the "
+            "networks hardly see how they differ: replace codes of missing values (such as -999), take logarithms, or clip"
+        )
     for forward in (problem.members.training, problem.members.still):
         forget(forward.module)
     report = Report(

@@ -29,6 +29,7 @@ from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, log
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
+CRUSHED = 0.01  # of a column's deviation, within which its middle half is hardly seen
 LEAST_SCORED = 4  # data of a fold
 LEAST = 2 * LEAST_SCORED + 1
 
@@ -202,6 +203,18 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
     # a column that varies by less is noise of rounding, which is to stay as small as it is
     least = 2 * torch.finfo(x.dtype).eps * mean.abs() + torch.finfo(x.dtype).tiny
     return mean, torch.where(deviation > least, deviation, torch.where(deviation > 0, mean.abs() + least, 1.0))
+
+
+def far_off(inputs: Any, scale: Scale) -> int:
+    """How many columns of tables ``[N, D]`` have a deviation that is made by a few data far from the others, such as codes of
+    missing values."""
+    found = 0
+    for x, moments in zip(batches.flatten(inputs)[0], scale.inputs):
+        if moments is not None and x.ndim == 2:
+            ordered = x.double().sort(0).values
+            half = ordered[3 * len(x) // 4] - ordered[len(x) // 4]
+            found += int(((half > 0) & (half < CRUSHED * moments[1])).sum())
+    return found
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw

@@ -84,8 +84,8 @@ class Members(NamedTuple):
 
 
 class Products(TorchDispatchMode):
-    """Products of matrices and convolutions with parameters while it is on: a parameter is known by its memory, so that views of
-    it are too, and copies are followed.
+    """Products of matrices and convolutions with parameters while it is on: a parameter is known by its memory, so that views
+    of it are too, and copies are followed.
 
     Attributes:
         sizes: the most numbers that a product with it sums up, by name.

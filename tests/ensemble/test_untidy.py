@@ -110,6 +110,21 @@ def test_counts_that_vary_more_than_promised_are_said(spread, said, seed):
     assert ("overdispersed" in found.report.advice) is said
 
 
+@pytest.mark.parametrize(
+    "spoil, lost",
+    [
+        (lambda x: x.where(torch.arange(60)[:, None] > 0, -99999.0), 3),  # a code of missing values
+        (lambda x: torch.cat([(4 * x[:, :1]).exp(), x], 1), 1),  # logarithms are normal, of deviation 4
+        (lambda x: x, 0),
+        (lambda x: x.clamp_min(1.5), 0),  # most of them equal, as counts are
+        (lambda x: torch.distributions.Cauchy(0.0, 1.0).icdf(0.5 + x.erf() / 2.01), 0),  # wide tails
+    ],
+)
+def test_columns_of_which_a_few_data_make_the_deviation_are_said(spoil, lost, x):
+    found = fitted(spoil(x), x[:, :1], steps=20)
+    assert found.report.advice.get("far off", "of 0 columns").startswith(f"of {lost} columns")
+
+
 def fitted(*data, **changes):
     """The ensemble, also of one that a constant beats."""
     try:
