@@ -12,7 +12,7 @@ With the whitened rows ``W = V diag(d)^-1/2``, rotated so that ``W W^T = diag(s)
     log |M|      = sum log d + sum log(1 + s)
 
 What data determine is a difference of ones in ``M^-1``, ``1 - s / (1 + s)``, of which float32 leaves nothing from s of 10^7 on:
-a precision is decomposed in float64, whatever it is held in.
+so that it is decomposed in float64, whatever dtype the parameters have.
 
 Rows beyond the rank are *moved to the diagonal*: the rows are rotated to ``V V^T = diag(s)``, the ``rank`` longest are
 kept and the squares of the others added to d, so that trace and diagonal stay exact (a streaming SVD).
@@ -135,8 +135,7 @@ class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("coun
 
     def factorised(self) -> Woodbury:
         Diagonal(self.diagonal, self.count).factorised()
-        rows = optree.tree_map(torch.Tensor.double, self.rows)
-        return Woodbury(self.diagonal, *_whitened(self.diagonal, rows), self.count)
+        return Woodbury(self.diagonal, *_whitened(self.diagonal, self.rows), self.count)
 
     def diag(self) -> Tree:
         return optree.tree_map(lambda d, row: d + row.square().sum(0), self.diagonal, self.rows)
@@ -321,8 +320,8 @@ def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCov
 
 
 def _whitened(diagonal: Tree, rows: Tree) -> tuple[Tree, Tensor]:
-    """W and s: rows over the root of the diagonal, rotated so that ``W W^T = diag(s)``."""
-    whitened = optree.tree_map(lambda row, d: row / d.sqrt(), rows, diagonal)
+    """W and s in float64: rows over the root of the diagonal, rotated so that ``W W^T = diag(s)``."""
+    whitened = optree.tree_map(lambda row, d: row.double() / d.double().sqrt(), rows, diagonal)
     strengths, rotation = torch.linalg.eigh(gram(whitened))
     return combine(rotation.mT, whitened), strengths.clamp_min(0)
 

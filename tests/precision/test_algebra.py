@@ -19,6 +19,7 @@ from bayesopt_chain.precision import (
     Woodbury,
     Zero,
     flatten,
+    low_rank_covariance,
     shape_only,
     unflatten,
 )
@@ -183,13 +184,20 @@ def test_a_root_concatenates_and_becomes_low_rank_with_a_prior(tree):
     assert_equal(flatten(total.diag(), tree), total.to_dense().diagonal())
 
 
-def test_what_many_data_determine_beside_a_weak_prior_keeps_its_digits_in_single_precision(tree):
+@pytest.mark.parametrize(
+    ("make", "ask"),
+    [
+        (lambda rows: Root(rows, COUNT).add_diagonal(1e-4), "inverse_diag"),
+        (lambda rows: low_rank_covariance(each_leaf(lambda row: 0 * row[0] + 1e-4, rows), rows, COUNT), "diag"),
+    ],
+    ids=["root", "covariance"],
+)
+def test_what_many_rows_determine_beside_a_weak_diagonal_keeps_its_digits_in_single_precision(tree, make, ask):
+    """Answers of a decomposition in double precision are compared with dense matrices above."""
     rows = each_leaf(lambda row: (100 * row).float(), draws_like(tree, 60))
-    single, exact = (
-        Root(each_leaf(cast, rows), COUNT).add_diagonal(1e-4) for cast in (torch.Tensor.float, torch.Tensor.double)
-    )
+    single, double = (make(each_leaf(cast, rows)) for cast in (torch.Tensor.float, torch.Tensor.double))
     torch.testing.assert_close(
-        flatten(single.inverse_diag(), tree).double(), torch.linalg.inv(exact.to_dense()).diagonal(), rtol=1e-5, atol=0
+        flatten(getattr(single, ask)(), tree).double(), flatten(getattr(double, ask)(), tree), rtol=1e-5, atol=0
     )
 
 
