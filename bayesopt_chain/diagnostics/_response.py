@@ -164,18 +164,15 @@ def polynomials(tx: Chain, state: State) -> list[Polynomials]:
     Raises:
         ValueError: a link brings noise of its own, and has no linear response.
     """
-    acting: list[list[tuple[Link, float]]] = [[] for _ in state.layout.paths]
+    acting: list[list[tuple[int, float]]] = [[] for _ in state.layout.paths]
     for i, (link, where) in enumerate(zip(tx.links, state.layout.where)):
         # a rate may change, and is taken as it is in this state
         rates = link.rate(state[i], len(where)) if isinstance(link.response, Rate) else [1.0] * len(where)
         for j, rate in zip(where, rates):
-            acting[j].append((link, float(rate)))
-    known: dict[Any, Polynomials] = {}  # many leaves have the same links
-    for each in acting:
-        key = tuple([(id(link), rate) for link, rate in each])
-        if key not in known:
-            known[key] = _polynomials(each)
-    return [known[tuple([(id(link), rate) for link, rate in each])] for each in acting]
+            acting[j].append((i, float(rate)))
+    keys = [tuple(each) for each in acting]  # many leaves have the same links
+    known = {key: _polynomials([(tx.links[i], rate) for i, rate in key]) for key in {*keys}}
+    return [known[key] for key in keys]
 
 
 def _polynomials(acting: Sequence[tuple[Link, float]]) -> Polynomials:

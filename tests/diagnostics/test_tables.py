@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import curvature_fit, doctor
+from benchmarks import curvature_fit, doctor, heat_guard
 from benchmarks.measure import fill
 from benchmarks.networks import mlp
 
@@ -21,6 +21,16 @@ def test_the_doctor_names_the_fault_of_a_wrong_run_and_leaves_a_right_one_alone(
     assert runs.count(False) >= 30 and runs.count(True) >= 30
     counts = doctor.table({"a 1": right, "b": wrong})
     assert counts["called wrong"] == 0 and counts["fault named"] == 1 and counts["held out"]["right runs"] == 1
+
+
+def test_what_the_guard_said_is_counted_against_the_truth():
+    """A cold run that it warned of, a hot one that it warned of and one that it missed, and one that is neither."""
+    truths = [(1.0, 0.0, 93), (5.0, 0.5, 213), (3.0, 0.1, None), (2.1, 0.5, None)]
+    rows = {
+        str(row): {"kind": "wines", "truth": row[0], "error": row[1], "delay": row[2], "said": [""] * bool(row[2])}
+        for row in truths
+    }
+    assert heat_guard.table(rows)[-1] == ("all", 1, 1, 2, 1, "213, 213, 213, 213, inf", 1)
 
 
 def test_a_record_is_filled_where_it_lacks_something_and_what_it_has_stays(tmp_path):
