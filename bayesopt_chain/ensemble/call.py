@@ -379,11 +379,13 @@ def _finished(
                 f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
                 "are too narrow: pass more steps=, or likelihoods.negative_binomial, whose variance grows as dispersion= falls"
             )
-    if lost := far_off(problem.data.inputs, scale):
-        advice["far off"] = (
-            f"of {lost} columns of the inputs the middle half lies within {CRUSHED:g} of a standard deviation, so that the "
-            "networks hardly see how they differ: replace codes of missing values (such as -999), take logarithms, or clip"
-        )
+    labels = problem.likelihood.labels(problem.data.targets)
+    for what, x, moments_of in (("inputs", problem.data.inputs, scale.inputs), ("targets", labels, [scale.outputs])):
+        if lost := far_off(x, moments_of):
+            advice[f"{what} far off"] = (
+                f"of {lost} columns of the {what} the middle half lies within {CRUSHED:g} of a standard deviation, so that the "
+                "networks hardly see how they differ: replace codes of missing values (such as -999), take logarithms, or clip"
+            )
     for forward in (problem.members.training, problem.members.still):
         forget(forward.module)
     report = Report(

@@ -205,15 +205,15 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
     return mean, torch.where(deviation > least, deviation, torch.where(deviation > 0, mean.abs() + least, 1.0))
 
 
-def far_off(inputs: Any, scale: Scale) -> int:
-    """How many columns of tables ``[N, D]`` have a deviation that is made by a few data far from the others, such as codes of
-    missing values."""
+def far_off(tables: Any, moments: Sequence[tuple[Tensor, Tensor] | None]) -> int:
+    """How many columns of tables ``[N, D]`` with these moments have a deviation that is made by a few data far from the others,
+    such as codes of missing values."""
     found = 0
-    for x, moments in zip(batches.flatten(inputs)[0], scale.inputs):
-        if moments is not None and x.ndim == 2:
+    for x, own in zip(batches.flatten(tables)[0], moments):
+        if own is not None and x.ndim == 2:
             ordered = x.double().sort(0).values
             half = ordered[3 * len(x) // 4] - ordered[len(x) // 4]
-            found += int(((half > 0) & (half < CRUSHED * moments[1])).sum())
+            found += int(((half > 0) & (half < CRUSHED * own[1])).sum())
     return found
 
 

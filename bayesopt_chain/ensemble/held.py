@@ -137,30 +137,21 @@ def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
     return ((counts * logs.where(counts > 0, 0.0) + PSEUDO * together) / (counts + PSEUDO)).exp()
 
 
-class Fit(NamedTuple):
-    """What some folds ask of predictions: a likelihood, what outputs are widened by, the noise ``[*event]`` if there is one,
-    and whether it or the factor is at an end of its grid."""
-
-    likelihood: Likelihood
-    factor: float
-    noise: Tensor | None
-    at_end: bool
-
-
-def fitted(problem: Problem, folds: Sequence[Fold]) -> Fit:
-    """The noise, or the factor, with which the members predict best."""
+def fitted(problem: Problem, folds: Sequence[Fold]) -> tuple[Likelihood, float, Tensor | None, bool]:
+    """How wide predictions are best on some folds: the likelihood, what outputs are widened by, the noise ``[*event]`` if there
+    is one, and whether it or the factor is at an end of its grid."""
     likelihood = problem.likelihood
     if likelihood.has_noise_scale:
         noise, at_end = best_noise(problem, folds)
-        return Fit(likelihood.scaled(1 / noise), 1.0, noise, at_end)
+        return likelihood.scaled(1 / noise), 1.0, noise, at_end
     factor, far = best_factor(likelihood, folds)
-    return Fit(likelihood, factor, None, far)
+    return likelihood, factor, None, far
 
 
 def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
     """Log scores ``[n]`` of the folds, as wide as is best there."""
-    fit = fitted(problem, folds)
-    return score(fit.likelihood, folds, fit.factor)
+    likelihood, factor, *_ = fitted(problem, folds)
+    return score(likelihood, folds, factor)
 
 
 def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, bool]:

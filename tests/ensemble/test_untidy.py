@@ -110,6 +110,7 @@ def test_counts_that_vary_more_than_promised_are_said(spread, said, seed):
     assert ("overdispersed" in found.report.advice) is said
 
 
+@pytest.mark.parametrize("what", ["inputs", "targets"])
 @pytest.mark.parametrize(
     "spoil, lost",
     [
@@ -120,9 +121,10 @@ def test_counts_that_vary_more_than_promised_are_said(spread, said, seed):
         (lambda x: torch.distributions.Cauchy(0.0, 1.0).icdf(0.5 + x.erf() / 2.01), 0),  # wide tails
     ],
 )
-def test_columns_of_which_a_few_data_make_the_deviation_are_said(spoil, lost, x):
-    found = fitted(spoil(x), x[:, :1], steps=20)
-    assert found.report.advice.get("far off", "of 0 columns").startswith(f"of {lost} columns")
+def test_columns_of_which_a_few_data_make_the_deviation_are_said(spoil, lost, what, x):
+    given = (spoil(x), x) if what == "inputs" else (x, spoil(x))
+    found = fitted(*given, given[1].shape[1], steps=20)
+    assert found.report.advice.get(f"{what} far off", "of 0 columns").startswith(f"of {lost} columns")
 
 
 def fitted(*data, **changes):
