@@ -278,8 +278,12 @@ def _go(run: Run, store: Store) -> Draws:
                 store.finish(*ended.last, ended.done, ended.done >= run.steps, ended.why)
         except BaseException as err:
             sigint.raises, interrupted = False, isinstance(err, KeyboardInterrupt)
-            what = err if isinstance(err, FailedElsewhere) else type(err).__name__
-            ended.why = f"interrupted after step {ended.done}" if interrupted else f"{what} in step {ended.done + 1}"
+            what = "interrupted" if interrupted else err if isinstance(err, FailedElsewhere) else type(err).__name__
+            ended.why = (
+                f"{what} after step {ended.done}"
+                if interrupted or ended.done == run.steps  # as where the last commit fails
+                else f"{what} in step {ended.done + 1}"
+            )
             # Ranks that share the chain wait in the middle of the step, and learn of it when this one ends.
             if not interrupted or store.place.shares:
                 name_the_first(err, "sample", store.number)

@@ -279,11 +279,11 @@ class Store:
             row[LOSS] = loss
         columns = {name: (x.shape, x.dtype) for name, x in row.items()}
         self.columns = self.columns or columns
-        if other := [n for n in self.columns | columns if self.columns.get(n) != columns.get(n)]:
+        if columns != self.columns:
             raise ValueError(
                 f"sample: the draw of step {it.step} has other leaves than those before it, or other shapes or dtypes: "
-                f"{shown_some(other)}; the draws of a run are alike: sample or collect the changed model into a directory of "
-                "its own"
+                f"{shown_some([n for n in self.columns | columns if self.columns.get(n) != columns.get(n)])}; the draws of a "
+                "run are alike: sample or collect the changed model into a directory of its own"
             )
         for name, x in row.items():
             self.held.setdefault(name, []).append(x)

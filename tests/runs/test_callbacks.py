@@ -92,14 +92,15 @@ def test_a_second_ctrl_c_ends_the_way_through_batches_that_were_seen(tmp_path):
     assert hurried.given == 4 and len(run_on(Shuffled(), 30)) == 30
 
 
-def test_what_no_file_can_hold_is_refused_and_the_draws_are_kept(tmp_path):
+@pytest.mark.parametrize("seconds, kept, why", [(0.0, 1, "TypeError in step 2"), (1e9, 40, "TypeError after step 40")])
+def test_what_no_file_can_hold_is_refused_and_the_draws_are_kept(tmp_path, seconds, kept, why):
     class Holds(Sums):
         def state_dict(self):
             return {"f": loss}
 
     with pytest.raises(TypeError, match="function cannot be saved") as caught:
-        run(tmp_path, callbacks=[Holds()])
-    assert len(caught.value.draws) == len(bc.Draws.open(tmp_path)) == 1
+        run(tmp_path, callbacks=[Holds()], seconds=seconds)
+    assert len(caught.value.draws) == len(bc.Draws.open(tmp_path)) == kept and caught.value.draws.why == why
 
 
 @pytest.fixture
