@@ -67,6 +67,7 @@ from bayesopt_chain import checks, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
 from bayesopt_chain.diagnostics._response import (
     EQUAL,
+    Polynomials,
     clipped,
     clips_of,
     gains,
@@ -392,7 +393,10 @@ def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
     return middle > 4e-4 and float(alike.double().mean()) > 0.5 and seen[0].gradient.dtype.itemsize >= 4
 
 
-def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, float, float | Tensor] | None]:
+Rule = tuple[float, float, float, float, float | Tensor]
+
+
+def _rules(tx: Any, params: Any, state: Any) -> list[Rule | None]:
     """Of each leaf ``rate``, ``temperature``, ``momentum``, ``first`` and ``root`` of :class:`Leaf`; ``None`` without noise.
 
     Raises:
@@ -400,21 +404,32 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
     """
     tx, state = inner(tx, state)
     levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
-    out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(leaves)
+    out: list[Rule | None] = [None] * len(leaves)
     numbers = [j for j, p in enumerate(leaves) if p is not None]
-    each = polynomials(tx, state) if levels else []
+    each, known = polynomials(tx, state) if levels else [], dict[Any, Rule | None]()
     for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
-        climbs = bool((gain < 0).any())
-        if j not in levels or not gain.numel() or not bool(((gain > 0) ^ climbs).all()):
+        if j not in levels or not gain.numel():
             continue
-        x = each[j]
-        first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
-        size = gain.abs() / first  # lr_eff P
-        rate = float(size.mean())
-        is_one = float(size.max() - size.min()) <= EQUAL * float(size.max())
-        root = 1.0 if is_one else (size / rate).sqrt().float()
-        out[j] = rate, levels[j], momentum, first, -root if climbs else root
+        # where one number stands for all elements, leaves with the same links have one rule
+        is_number = gain.ndim > 0 and not any(gain.stride())
+        key = each[j], levels[j], None if is_number else j
+        if key not in known:
+            known[key] = _rule(each[j], levels[j], gain)
+        out[j] = known[key]
     return out
+
+
+def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
+    """The rule of a leaf from its response, and how far a unit gradient moves each element at once; ``None`` if some stay."""
+    climbs = bool((gain < 0).any())
+    if not bool(((gain > 0) ^ climbs).all()):
+        return None
+    first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
+    each = gain.abs() / first  # lr_eff P
+    rate = float(each.mean())
+    is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
+    root = 1.0 if is_one else (each / rate).sqrt().float()
+    return rate, temperature, momentum, first, -root if climbs else root
 
 
 BUCKETS = 256
