@@ -8,8 +8,6 @@ from typing import Any
 from bayesopt_chain.engine.engine import Engine
 from bayesopt_chain.engine.parts import Accumulates, Decays, Learns, Scales
 
-_NOISE = 3  # the turn of noise that enters neither a momentum nor a link that learns
-
 
 def engines(links: Sequence[Any], plan: Any) -> dict[int, Engine]:
     """Find the engines of a chain.
@@ -37,15 +35,16 @@ def engines(links: Sequence[Any], plan: Any) -> dict[int, Engine]:
 
 def _run(links: Sequence[Any], plan: Any, last: int, taken: set[int]) -> tuple[list[int], int | None]:
     """The run that ends with the scale ``last``, and the noise link whose draws the engine makes."""
-    where, run, turn, noise = plan.where[last], [last], 4, None
+    where, run, turn, noise = plan.where[last], [last], 3, None
     for i in sorted({*plan.order, *plan.entering}, reverse=True):
         if i >= last or set(plan.where[i]).isdisjoint(where):
             continue
-        mine = _NOISE if i in plan.noise else _turn(links[i].part)
+        # noise that enters neither a momentum nor a link that learns is in no chain behind a momentum, and has its turn
+        mine = 2 if i in plan.noise else _turn(links[i].part)
         if plan.where[i] != where or i in taken or mine >= turn:
             break
         entering = [n for n, x in plan.noise.items() if any(y.entry_link == i for y in x.noise_inputs)]
-        drawn = [n for n in entering if mine in (1, 2, _NOISE) and _is_drawn(plan, n, [i, *run])]
+        drawn = [n for n in entering if mine in (1, 2) and _is_drawn(plan, n, [i, *run])]
         if (i in plan.noise or (i in plan.learning and entering)) and not drawn:  # its own link adds it
             break
         run.insert(0, i)
@@ -56,7 +55,7 @@ def _run(links: Sequence[Any], plan: Any, last: int, taken: set[int]) -> tuple[l
 
 
 def _turn(part: Any) -> int:
-    """Where in a run a part may stand; 5, which is nowhere, for a link that plays none."""
+    """Where in a run a part may stand; 4, which is nowhere, for a link that plays none."""
     match part:
         case Decays():
             return 0
@@ -65,9 +64,9 @@ def _turn(part: Any) -> int:
         case Learns() | Accumulates():
             return 2
         case Scales():
-            return 4
+            return 3
         case _:
-            return 5
+            return 4
 
 
 def _is_drawn(plan: Any, n: int, run: Sequence[int]) -> bool:

@@ -433,6 +433,14 @@ AT_INIT = [
     ("scale_by_neg_lr", lambda: bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(1.0))),
     *(("negative at w = 0", lambda t=t: repelled(t)) for t in (0.4, torch.tensor(0.4), lambda count: 0.4)),
     ("mask", lambda: bc.masked(bc.sgd(0.1), {"v": True})),
+    (
+        "scale_by_preconditioner.* mixes its leaves, so the same links must act on all of them",
+        lambda: bc.chain(
+            bc.scale_by_preconditioner(TreePrecision()),
+            bc.masked(bc.add_momentum(0.5), {"w": True, "v": False}),
+            bc.sgd(0.1, temperature=1.0),
+        ).init(BOTH),
+    ),
     (r"labels \['oops'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": "oops"})),
     (r"labels \['None'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": None})),
     (

@@ -288,6 +288,7 @@ def test_parts_of_the_data_have_the_answers_of_the_whole(monkeypatch):
     monkeypatch.setattr("bayesopt_chain.likelihoods._predictive.NUMBERS_AT_ONCE", 3000)
     got = predictive.mean, predictive.log_prob(y), predictive.epistemic
     torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(whole[2], predictive.entropy - predictive.aleatoric, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
