@@ -414,7 +414,7 @@ def _rules(tx: Any, params: Any, state: Any) -> list[Rule | None]:
         is_number = gain.ndim > 0 and not any(gain.stride())
         key = each[j], levels[j], None if is_number else j
         if key not in known:
-            known[key] = _rule(each[j], levels[j], gain)
+            known[key] = _rule(each[j], levels[j], gain[(0,) * gain.ndim] if is_number else gain)
         out[j] = known[key]
     return out
 
