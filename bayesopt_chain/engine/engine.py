@@ -2,7 +2,8 @@
 
 Neighbouring links that say what part they play (:mod:`bayesopt_chain.engine.parts`) and the matched noise that enters them are
 one :class:`Engine`. A step has two halves. :meth:`Engine.numbers` reads the numbers of this step, a :class:`Move`, from links,
-schedules and state, and changes nothing. :meth:`Engine.step` hands them with the tensors to the kernel of
+schedules and state, and changes nothing. Of noise under a schedule these are the rate and the temperature alone, from which the
+kernel works out the others. :meth:`Engine.step` hands them with the tensors to the kernel of
 :mod:`bayesopt_chain.engine.sweep_cpu`, which draws and moves. Each half may decline, with nothing changed; then the links act
 one by one, with the same bits. One engine serves ``tx.update`` (updates in the place of gradients) and ``make_step``
 (parameters moved, in place or not).
