@@ -170,6 +170,7 @@ class Batch:
 
     Attributes:
         leaves, spec: the leaves and the structure of the first batch.
+        first: these leaves as they were.
         dim: the axis of its tensors that counts steps, or ``None``.
         written: the addresses of the memory of the static buffers.
         strides: the strides of the tensors of the first batch; ``None`` for other leaves.
@@ -179,6 +180,8 @@ class Batch:
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
         self.leaves, self.spec = batches.flatten(batch)
+        # a user who replaces their ``.data`` does not change these
+        self.first = [x.detach() if torch.is_tensor(x) else x for x in self.leaves]
         self.dim = dim
         self.written = {x.untyped_storage().data_ptr() for x in static}
         if dim is not None:
@@ -195,23 +198,21 @@ class Batch:
         return [x for x in self.leaves if torch.is_tensor(x)]
 
     def tensors_of(self, batch: Any) -> list[Tensor]:
-        """Check a batch against the first one, and return its tensors. The batch of the last call is not checked again.
+        """Check a batch against the first one, and return its tensors. One that came twice is not checked again.
 
         Raises:
             ValueError: the batch has another structure, or a leaf another shape, dtype, device or value of a constant.
         """
         # a batch of lists or dictionaries may have changed while it stayed the same object, so that it is flattened again
-        seen, leaves, tensors, views = self.last
-        if not (self.immutable and batch is seen):
-            before, (leaves, spec) = leaves, batches.flatten(batch)
-            known = are_same(leaves, before) and spec == self.spec
-            if not known:
-                self.check(leaves, spec)
-            if not (known and views and all(map(Tensor.is_set_to, tensors or (), views))):
-                mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
-                tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
-                # of a batch that came twice views, which show whether a ``.data`` was replaced
-                views = [x.detach() for x in tensors or ()] if known else []
+        seen, before, tensors, views = self.last
+        leaves, spec = (before, self.spec) if self.immutable and batch is seen else batches.flatten(batch)
+        is_last = are_same(leaves, before) and spec == self.spec
+        if not (is_last and views and all(map(Tensor.is_set_to, tensors or (), views))):
+            self.check(leaves, spec)
+            mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
+            tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
+            # of a batch that came twice views, which show whether a ``.data`` was replaced
+            views = [x.detach() for x in tensors or ()] if is_last else []
             self.last = batch, leaves, tensors, views
         return tensors if tensors is not None else self.with_strides(leaves)
 
@@ -238,7 +239,7 @@ class Batch:
         """
         if spec != self.spec:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
-        for n, (x, mine) in enumerate(zip(leaves, self.leaves)):
+        for n, (x, mine) in enumerate(zip(leaves, self.first)):
             if torch.is_tensor(mine):
                 same = torch.is_tensor(x) and _signature(x) == _signature(mine)
             else:
@@ -266,7 +267,7 @@ class Batch:
                 torch.is_tensor(x) and (x.ndim, x.dtype, x.device) == (mine.ndim, mine.dtype, mine.device)
                 if torch.is_tensor(mine)
                 else type(x) is type(mine) and x == mine
-                for x, mine in zip(leaves, self.leaves)
+                for x, mine in zip(leaves, self.first)
             ]
         )
 
