@@ -25,7 +25,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
@@ -365,7 +365,8 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
 
     Args:
         value: this rank's value, which is pickled, so that it should be small.
-        mesh: the ranks, a mesh of any number of axes, each of which takes a message; ``None`` for all ranks.
+        mesh: the ranks, a mesh of any number of axes, each of which takes a message, or several meshes in a tuple, of the
+            ranks of the first one those of the next, and so on; ``None`` for all ranks.
 
     Returns:
         The values in the order of ranks, on every rank.
@@ -374,7 +375,8 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
     if mesh is None and (world().size == 1 or not dist.is_initialized()):
         return [value]
     out: list[Any] = [value]
-    for group in [None] if mesh is None else [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]:
+    meshes: Any = mesh if isinstance(mesh, tuple) else (mesh,)
+    for group in [None] if mesh is None else [m.get_group(axis) for m in meshes for axis in range(m.ndim)][::-1]:
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, out, group=group)
         out = [*itertools.chain(*every)]
@@ -490,27 +492,40 @@ class Ranks:
 
         Raises:
             ValueError: naming what differs; a call within ``vmap`` or a trace.
+            RuntimeError: other ranks of two meshes refuse; the message is theirs.
         """
         tree, spread = {"params": params, "state": state}, mesh_of(params)
-        meshes = [mesh for mesh in (self.mesh, spread) if mesh is not None]
+        meshes = tuple([mesh for mesh in (self.mesh, spread) if mesh is not None])
         if meshes and not tracing.is_plain():
             raise ValueError(_HIDDEN)
+        # What some ranks of two meshes refuse, all have to know before the next comparison, in which they would be waited for.
+        shared = partial(answers, meshes if len(meshes) > 1 else ())
         for mesh in meshes:
             told = numbers_in(numbers(self.calls))
-            require_alike(
-                "make_step: ranks step one chain with other {}; give all of them the same links, hyperparameters and schedules",
-                {**told, "links": tuple(told)},
-                mesh,
+            shared(
+                partial(
+                    require_alike,
+                    "make_step: ranks step one chain with other {}; give all of them the same links, hyperparameters and "
+                    "schedules",
+                    {**told, "links": tuple(told)},
+                    mesh,
+                )
             )
         if self.mesh is not None:
-            require_replicas(tree, self.mesh, who="make_step(mesh=)")
+            shared(partial(require_replicas, tree, self.mesh, who="make_step(mesh=)"))
         if spread is not None:
-            whole = {name: x for name, x in named_leaves(tree).items() if isinstance(x, Tensor) and not _is_part(x)}
-            require_alike(
-                "make_step: {} differ between ranks that hold parts of one chain, and are whole on each of them; start all "
-                "of them alike, with one seed and one checkpoint",
-                {name: digest(local(x)) for name, x in whole.items()},
-                spread,
+            shared(
+                partial(
+                    require_alike,
+                    "make_step: {} differ between ranks that hold parts of one chain, and are whole on each of them; start all "
+                    "of them alike, with one seed and one checkpoint",
+                    {
+                        name: digest(local(x))
+                        for name, x in named_leaves(tree).items()
+                        if isinstance(x, Tensor) and all([p.is_replicate() for p in getattr(x, "placements", ())])
+                    },
+                    spread,
+                )
             )
 
     def gradient(self, grads: Any, loss: Tensor, batch: Any) -> tuple[Any, Tensor]:
@@ -563,11 +578,6 @@ def numbers_in(named: Mapping[str, Any]) -> dict[str, float]:
         if not name.startswith("noise_")
         and (isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1 and not is_dtensor(x)))
     }
-
-
-def _is_part(x: Tensor) -> bool:
-    """Whether a tensor is a DTensor of which ranks hold different elements."""
-    return not all([placement.is_replicate() for placement in getattr(x, "placements", ())])
 
 
 _HIDDEN = (

@@ -375,7 +375,7 @@ def test_replicas_are_written_once_and_the_row_of_a_chain_alone(tmp_path):
 
 
 @on(4)
-def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused_on_all_of_them(tmp_path):
+def test_what_torch_keeps_of_one_rank_alone_files_of_one_rank_and_its_rate_are_refused_on_all_of_them(tmp_path):
     """Of ranks' tensors of one name torch keeps the first, for all of them."""
     rank = world()[0]
     params = {"w": torch.full((2,), float(rank)), "b": torch.zeros(1)}
@@ -393,6 +393,15 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused_on
             ("tensor is SGD",): save(optimizer),
             ("spread as (Shard(dim=0),)",): save(shards, chains=range(4)),
             ("w (elements ((0, ",): save({"w": replicas}),
+            # of two meshes some ranks alone see that they differ
+            ("with other Scale.step_size of link 0 (0.1, 0.2)",): functools.partial(
+                lambda p, tx, line: bc.make_step(lambda p, x: (p["w"] ** 2).sum() * x.mean(), tx, mesh=line)(
+                    p, tx.init(p), torch.ones(3)
+                ),
+                {"w": distribute_tensor(torch.ones(4), mesh_of(2, 2)["second"], [Shard(0)])},
+                bc.sgd(0.1 + 0.1 * (rank == 2)),
+                mesh_of(2, 2)["first"],
+            ),
             ("leaf w is a DTensor", "bc.distributed.save(folder, tree)"): lambda: bc.save(
                 tmp_path / "w.safetensors", shards
             ),
