@@ -377,7 +377,7 @@ def _finished(
         if phi[0] - 3 * phi[1] > 1.1:
             advice["overdispersed"] = (
                 f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
-                "are too narrow: pass more steps=, or likelihoods.negative_binomial, whose variance grows as dispersion= falls"
+                "are too narrow: pass likelihoods.negative_binomial, whose variance grows as its dispersion= falls"
             )
     labels = problem.likelihood.labels(problem.data.targets)
     for what, x, moments_of in (("inputs", problem.data.inputs, scale.inputs), ("targets", labels, [scale.outputs])):
@@ -402,15 +402,15 @@ def _finished(
     made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale, problem.loop)
     if failed is not None:
         stage, err = failed
-        said_of_it = f"{err}".removeprefix(WHO)
-        raise EnsembleError(
-            f"{WHO}in {stage}: {said_of_it}. What was trained before is the error's .ensemble", made
-        ) from err
+        why = str(err).removeprefix(WHO)
+        raise EnsembleError(f"{WHO}in {stage}: {why}. What was trained before is the error's .ensemble", made) from err
     if gain < WORSE:
+        advised = "".join(f". Its report advises: {text}" for text in advice.values())
         raise EnsembleError(
             f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
             f"{table['constant']:.3f} nats a datum). If they have not learnt their training data yet, pass more steps=; "
-            "if they know them by heart, a larger prior_precision= or a smaller network. The fit is this error's .ensemble",
+            "if they know them by heart, a larger prior_precision= or a smaller network. The fit is this error's .ensemble"
+            f"{advised}",
             made,
         )
     return made
