@@ -70,15 +70,17 @@ class Mixture:
     of_means: tuple[Tensor, Tensor] | None = None
     points: int = 0
 
-    def average(self, values: Tensor, unit: float | None = None) -> Tensor:
-        """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the largest."""
+    def average(self, values: Tensor, unit: Any = None) -> Tensor:
+        """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the sum's own."""
         weights = self.log_weights.to(values.dtype).exp()
         if not self.points:
             return torch.tensordot(weights, values, dims=1)
         if self.points > FEW:  # far out a value may be infinite where no weight is left
             values = torch.where(weights.reshape(-1, *[1] * (values.ndim - 1)) > 0, values, 0)
         even, odd = (torch.tensordot(weights[k::2], values[k::2], dims=1) for k in (0, 1))
-        require_enough(even + odd, even / weights[::2].sum(), values[::16].abs().amax(0) if unit is None else unit)
+        if unit is None:  # what the terms add up to that do not cancel
+            unit = torch.tensordot(weights[::16], values[::16].abs(), dims=1) / weights[::16].sum()
+        require_enough(even + odd, even / weights[::2].sum(), unit)
         return even + odd
 
     @property

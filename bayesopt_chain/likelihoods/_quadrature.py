@@ -63,16 +63,11 @@ from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import wide
 
-FEW, MANY = (
-    129,
-    2**20 + 1,
-)  # points of the trapezoidal rule: to begin with, and the most, for deviations of 10,000 widths
-AGREE, LEAST = 1e-5, 1e-9  # of the answer, and of a unit: how close a rule has to be to that of every other point
+FEW, MANY = 129, 2**20 + 1  # points of the trapezoidal rule: to begin with, and for deviations of 10,000 widths
+AGREE, LEAST = 1e-5, 1e-7  # of the answer, and of a unit: how close a rule has to be to that of every other point
 PAIRS = 128  # antithetic pairs of Sobol points
-REACH, FAR = (
-    10.0,
-    1e3,
-)  # standard deviations: where products of weights are no denormals of float32 yet; for targets far out
+NEAR, REACH = 10.0, 36.0  # standard deviations at which float32 and float64 still have normal products of weights
+FAR = 1e3  # the same, for targets far out
 UNLIKELY = -100.0  # log weight of a node at which a likelihood may overflow
 
 
@@ -97,9 +92,9 @@ def constant(make: Table) -> Table:
 
 
 @constant
-def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
+def fine_grid(points: int = FEW, reach: float = REACH) -> tuple[Tensor, Tensor]:
     """Nodes and logarithms of weights, ``[points]`` each, float64, for means over a standard normal."""
-    end = math.asinh(REACH if points == FEW else FAR)
+    end = math.asinh(reach)
     u = torch.linspace(-end, end, points, dtype=torch.float64, device="cpu")
     z = u.sinh()
     return z, (u.cosh().log() - z.square() / 2).log_softmax(0)
@@ -191,7 +186,8 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
         ``([S, *, K], [S])``.
     """
     if mean.shape[-1] == 1:
-        z, log_weights = (x.to(mean) for x in fine_grid(points))
+        reach = FAR if points > FEW else REACH if mean.dtype == torch.float64 else NEAR
+        z, log_weights = (x.to(mean) for x in fine_grid(points, reach))
         variance = covariance if covariance.ndim == mean.ndim else covariance[..., 0]
         deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         return mean + deviation * z.reshape(-1, *[1] * mean.ndim), log_weights

@@ -71,7 +71,8 @@ class Dense(NamedTuple("_Dense", [("matrix", Tensor), ("like", Tree), ("count", 
         if not is_hidden(info) and int(info) != 0:
             raise ValueError(
                 f"the precision is singular or indefinite at {_leaf_at(int(info) - 1, self.like)}: "
-                "pass a larger prior_precision, or use curvature.ggn, which is never indefinite"
+                "pass a larger prior_precision, or use curvature.ggn, which is never indefinite but by rounding: in float32 a "
+                "matrix keeps half the digits of its rows, all of which structure='root' keeps"
             )
         return Cholesky(factor, self.like, self.count)
 

@@ -58,7 +58,12 @@ def test_density_and_moments_are_integrals_over_the_outputs(name):
 
 @pytest.mark.parametrize("variance", [1e-6, 9.0, 25.0])
 @pytest.mark.parametrize(
-    ("likelihood", "excess"), [(likelihoods.poisson(), 0.0), (likelihoods.negative_binomial(2.0), 0.5)]
+    ("likelihood", "excess"),
+    [
+        (likelihoods.poisson(), 0.0),
+        (likelihoods.negative_binomial(2.0), 0.5),
+        (likelihoods.custom(distribution=lambda f: torch.distributions.Poisson(f.exp())), 0.0),
+    ],
 )
 def test_moments_of_counts_are_those_of_log_normal_rates_however_uncertain_they_are(likelihood, excess, variance):
     predictive = likelihood.predictive(torch.full((1, 1), 0.3), torch.full((1, 1, 1), variance))
