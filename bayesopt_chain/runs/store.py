@@ -163,7 +163,11 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
     of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
     shared = mesh_of(tree) if data is None else data
     # DTensors are gathered for one folder; else the others' is not looked at
-    require_given_alike("sample", {**asked, "path": str(path) if sharded else path is None}, shared)
+    # of ranks with parts of the data and of the parameters some see alone what differs, and the others would wait for them
+    answers(
+        (data, mesh_of(tree)) if sharded and data is not None else (),
+        lambda: require_given_alike("sample", {**asked, "path": str(path) if sharded else path is None}, shared),
+    )
     if path is None:
         return Place(mesh=shared if shared is not None and shared.size() > 1 else None)
     if sharded and chains is None:

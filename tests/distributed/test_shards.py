@@ -402,6 +402,16 @@ def test_what_torch_keeps_of_one_rank_alone_files_of_one_rank_and_its_rate_are_r
                 bc.sgd(0.1 + 0.1 * (rank == 2)),
                 mesh_of(2, 2)["first"],
             ),
+            ("given other steps (10, 11)",): functools.partial(
+                lambda p, tx, line: bc.sample(
+                    bc.make_step(lambda p, x: (p["w"] ** 2).sum() * x.mean(), tx, mesh=line),
+                    *(p, tx.init(p), torch.ones(3)),
+                    steps=10 + (rank == 2),
+                ),
+                {"w": distribute_tensor(torch.ones(4), mesh_of(2, 2)["second"], [Shard(0)])},
+                bc.sgd(0.1),
+                mesh_of(2, 2)["first"],
+            ),
             ("leaf w is a DTensor", "bc.distributed.save(folder, tree)"): lambda: bc.save(
                 tmp_path / "w.safetensors", shards
             ),
