@@ -59,6 +59,8 @@ class Slots:
         index: for each leaf, the index of its buffer.
         buffers: the buffers.
         leaves: for each leaf, its buffer.
+        views, addresses: of the same memory, which the recorded program writes. A user, who is handed the buffers, may replace
+            the ``.data`` of one.
         own: the buffers as a tree, if the tree consists of tuples only; else ``None``.
     """
 
@@ -78,6 +80,7 @@ class Slots:
         unique = {i: leaf for i, leaf in zip(self.index, leaves)}
         self.buffers = [unique[i].detach().clone() for i in range(len(unique))]
         self.leaves = [self.buffers[i] for i in self.index]
+        self.views, self.addresses = [x.detach() for x in self.buffers], [*map(Tensor.data_ptr, self.buffers)]
         # a tree of tuples cannot be changed by its user, so that every call can return the same tree
         self.own = self.tree(self.buffers) if _is_immutable(tree) else None
 
@@ -99,10 +102,12 @@ class Slots:
         Raises:
             ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
-        if self.own is None or tree is not self.own:  # the result of the last call, handed back, costs nothing here
-            leaves, spec = optree.tree_flatten(tree)
-            if not (are_same(leaves, self.leaves) and spec == self.spec):
-                self.load(leaves, spec, what)
+        # a tree of tuples, handed back, has the leaves that it had
+        is_own = self.own is not None and tree is self.own
+        leaves, spec = (self.leaves, self.spec) if is_own else optree.tree_flatten(tree)
+        is_last = are_same(leaves, self.leaves) and spec == self.spec
+        if not (is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses):
+            self.load(leaves, spec, what)
 
     def new_values(self, tree: Any, what: str) -> list[Tensor]:
         """Return the next value of each buffer, from a tree that the step returned.
@@ -147,7 +152,7 @@ class Slots:
             raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
         written: dict[int, Tensor] = {}
         for n, (i, x) in enumerate(zip(self.index, leaves)):
-            mine = self.buffers[i]
+            mine = self.views[i]
             if not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype or x.device != mine.device:
                 raise ValueError(
                     f"capture: {what}, leaf {n}: {describe(x)}, captured was {describe(mine)}; capture again"
@@ -157,8 +162,11 @@ class Slots:
                 raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
             written[i] = x
         # clones first, since a leaf may be a view of another buffer, which the copies overwrite
-        copies = {i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]}
+        copies = {i: x.detach().clone() for i, x in written.items() if not x.is_set_to(self.views[i])}
         with uninterrupted():
+            for x, view in zip(self.buffers, self.views):
+                if not x.is_set_to(view):
+                    x.data = view
             for i, x in copies.items():
                 self.buffers[i].copy_(x)
 
@@ -241,7 +249,7 @@ class Batch:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
         for n, (x, mine) in enumerate(zip(leaves, self.first)):
             if torch.is_tensor(mine):
-                same = torch.is_tensor(x) and _signature(x) == _signature(mine)
+                same = torch.is_tensor(x) and signature(x) == signature(mine)
             else:
                 same = type(x) is type(mine) and x == mine
             if not same:
@@ -281,9 +289,27 @@ class Batch:
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
 
 
-def _signature(x: Tensor) -> tuple[Any, ...]:
+def signature(x: Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that a recorded program depends on."""
     return x.shape, x.dtype, x.device, x.layout
+
+
+def require_as_captured(closed_over: Sequence[Tensor], first: Sequence[Tensor]) -> None:
+    """Refuse tensors that the step closes over, if a ``.data`` of another form was put into one since it was captured.
+
+    Args:
+        closed_over: the tensors.
+        first: their views of that time.
+
+    Raises:
+        CaptureError: the program would read behind the end of one.
+    """
+    for x, was in zip(closed_over, first):
+        if signature(x) != signature(was):
+            raise CaptureError(
+                f"capture: a tensor that the step closes over is {describe(x)}, captured was {describe(was)}; make it a part "
+                "of the batch, or capture again"
+            )
 
 
 def _is_immutable(tree: Any) -> bool:

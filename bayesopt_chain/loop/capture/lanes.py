@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.loop.capture import lane_graph, lane_kernels
-from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.buffers import Body, require_as_captured
 from bayesopt_chain.loop.capture.graph import trace
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded, Kernels
 from bayesopt_chain.loop.capture.lane_kernels import Rows, in_lanes
@@ -111,6 +111,7 @@ class Lanes:
             body.draws,
         )
         graph, self.closed_over = trace(part)
+        self.first = [x.detach() for x in self.closed_over]
         first = len(part.static)
         rows = lane_graph.Rows(graph, self.block, [*[True] * first, *self.own, *[False] * len(self.closed_over)])
         # kernels of this library write rows of tables and normals in lanes, as inputs of the compiled graph
@@ -179,6 +180,7 @@ class Lanes:
         Raises:
             IndexError: a row number is out of range for its table.
         """
+        require_as_captured(self.closed_over, self.first)
         for i, numbers in rows.items():
             numbers.read(tensors[i])
         every = [*tensors, *self.closed_over]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import lane_kernels
-from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.buffers import Body, require_as_captured
 from bayesopt_chain.loop.capture.cache import keyed_cache
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws, write_out_multiples
@@ -72,7 +72,7 @@ class Compiled:
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
-        self.closed_over = closed_over
+        self.closed_over, self.first = closed_over, [x.detach() for x in closed_over]
         self.inputs, self.fills = [*body.static, *example, *closed_over], list[Call]()
         on_cpu = all([x.device.type == "cpu" for x in self.inputs])
         if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
@@ -91,6 +91,7 @@ class Compiled:
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         """Make all steps of a call, and return the tensors of the report."""
+        require_as_captured(self.closed_over, self.first)
         if self.kernels is not None:
             return self._by_kernels(self.kernels, batch)
         graded = torch.is_grad_enabled()

@@ -260,6 +260,7 @@ def test_what_the_user_changes_between_calls_is_seen():
     both()
     mine[0]["w"], eager[0]["w"] = torch.ones(20), torch.ones(20)
     both()
+    mine[0]["w"].data, eager[0]["w"] = torch.full((20,), 0.5), torch.full((20,), 0.5)  # the memory of a buffer
     data[0] = data[0] + 1
     both()
     data[0].mul_(2)
@@ -722,6 +723,9 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
     assert torch.equal(fast(*start, ())[0], torch.full((3,), -2.0))
     first.fill_(3.0)
     assert torch.equal(fast(*start, ())[0], torch.full((3,), -6.0))
+    first.data = torch.ones(2)  # a compiled program would read behind its end
+    with pytest.raises(RuntimeError, match="size of tensor a|that the step closes over"):
+        fast(*start, ())
 
 
 @pytest.mark.parametrize(
