@@ -724,7 +724,7 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
     first.fill_(3.0)
     assert torch.equal(fast(*start, ())[0], torch.full((3,), -6.0))
     first.data = torch.ones(2)  # a compiled program would read behind its end
-    with pytest.raises(RuntimeError, match="size of tensor a|that the step closes over"):
+    with pytest.raises(RuntimeError, match=r"size of tensor a|that the step closes over"):
         fast(*start, ())
 
 
