@@ -103,9 +103,10 @@ class Slots:
             ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
         # a tree of tuples, handed back, has the leaves that it had
-        is_own = self.own is not None and tree is self.own
-        leaves, spec = (self.leaves, self.spec) if is_own else optree.tree_flatten(tree)
-        is_last = are_same(leaves, self.leaves) and spec == self.spec
+        is_last, leaves, spec = self.own is not None and tree is self.own, self.leaves, self.spec
+        if not is_last:
+            leaves, spec = optree.tree_flatten(tree)
+            is_last = are_same(leaves, self.leaves) and spec == self.spec
         if not (is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses):
             self.load(leaves, spec, what)
 
@@ -213,8 +214,10 @@ class Batch:
         """
         # a batch of lists or dictionaries may have changed while it stayed the same object, so that it is flattened again
         seen, before, tensors, views = self.last
-        leaves, spec = (before, self.spec) if self.immutable and batch is seen else batches.flatten(batch)
-        is_last = are_same(leaves, before) and spec == self.spec
+        is_last, leaves, spec = self.immutable and batch is seen, before, self.spec
+        if not is_last:
+            leaves, spec = batches.flatten(batch)
+            is_last = are_same(leaves, before) and spec == self.spec
         if not (is_last and views and all(map(Tensor.is_set_to, tensors or (), views))):
             self.check(leaves, spec)
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
