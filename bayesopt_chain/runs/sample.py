@@ -333,7 +333,7 @@ def _steps(
         ended.last, ended.done = (it.params, it.state), n
         if progress is not None:
             progress.update(it)
-        if why := _ended_by_callback(run, store, it, sigint):
+        if (run.callbacks or store.heeds) and (why := _ended_by_callback(run, store, it, sigint)):
             ended.rescue = why == "interrupted"  # a callback may not have seen this step, which is made again
             return f"{why} after step {n}"
         if store.maybe_checkpoint(it, sigint.asked):
