@@ -1,6 +1,6 @@
 """How often the heat guard is wrong, when it warns, and what it costs: loops that run cold and hot, against many long chains.
 
-    python -m benchmarks.heat_guard                                # about five minutes a seed; goes on where it stopped
+    python -m benchmarks.heat_guard                                # about four minutes a seed; goes on where it stopped
     python -m benchmarks.heat_guard --seeds 1 --kinds regression   # a part of it
     python -m benchmarks.heat_guard --kinds cost                   # what the guard takes of eleven loops
 
@@ -41,7 +41,7 @@ from benchmarks.measure import RESULTS, command, fill, from_start, markdown
 from benchmarks.networks import descend
 
 COLD, HOT = 1.3, 2.0
-STEPS = 1000  # the guard looks at steps 8, 128, 256 and 512
+STEPS = 2000  # the guard looks at steps 8, 128, 256, 512 and 1,024
 CHAINS, LEAST, MOST = 48, 600, 1500  # chains that tell the truth, and their steps
 PROBLEMS: dict[str, Callable[[int], doctor.Problem]] = {
     "regression": doctor.regression,
