@@ -287,9 +287,8 @@ def run_uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     """The graph of the operations of a function of tensors, by ``make_fx``, without those that lead nowhere.
 
-    That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time. Of a
-    small network's step under ``vmap`` a quarter of the operations are views that are laid out as what they view, with a fifth
-    of its time: they are left out.
+    That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time. Many
+    operations of a network's step under ``vmap`` are views that are laid out as what they view: they are left out.
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -192,9 +192,8 @@ class Mixture:
                 rows = (ends.reshape(len(y), -1).amax(1) >= k).nonzero()[:, 0]
                 some = replace(self, outputs=self.outputs[:, rows].to(torch.float64))
             at = torch.full_like(ends[rows], k)
-            masses = some.likelihood.log_prob_at_nodes(
-                some.outputs, at
-            ).exp()  # much cheaper than distribution functions
+            # much cheaper than distribution functions
+            masses = some.likelihood.log_prob_at_nodes(some.outputs, at).exp()
             below[rows] += some.average(masses, unit=1.0)
             total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
         return total.to(self.outputs.dtype)

@@ -184,7 +184,8 @@ class Batch:
         written: the addresses of the memory of the static buffers.
         strides: the strides of the tensors of the first batch; ``None`` for other leaves.
         immutable: whether the batch consists of tuples only.
-        last: the last batch, its leaves, and its tensors if the program can read them without copies.
+        last: the last batch, its leaves, its tensors if the program can read them without copies, and views of these if it came
+            twice.
     """
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
