@@ -20,6 +20,7 @@ ROOMS = {
     "calibration": ["testing", "samplers", "posterior"],
     "captures": ["loop/capture"],
     "cpu": ["engine", "loop", "optim", "links", "core", "random"],
+    "cpu_intel": ["engine", "loop", "optim", "links", "core", "random"],
     "constants": ["ensemble"],
     "cuda_ahead": ["engine", "random"],
     "curvature_examples": ["curvature", "precision", "posterior"],

@@ -1,5 +1,5 @@
-"""The tables of ``docs/speed.md``, from the records: of speed (``python -m benchmarks``), and of Laplace fits beside peers
-(``python -m benchmarks.curvature_fit``).
+"""The tables of ``docs/speed.md``, from the records: of speed (``python -m benchmarks``, on processors of AMD and Intel) and of
+Laplace fits beside peers (``python -m benchmarks.curvature_fit``).
 """
 
 from __future__ import annotations
@@ -10,30 +10,39 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, known, markdown
 
-ROWS = known(RESULTS / "cpu.json")["rows"]
+RECORDS = {file: known(RESULTS / file)["rows"] for file in ("cpu.json", "cpu_intel.json") if (RESULTS / file).exists()}
 OURS, FLOOR = "bayesopt_chain", "passes alone"  # of the contenders of a fit
 PHASES, TARGET = ("factors", "fit", "tune", "predict"), 0.9  # of a fit; of the fastest peer's time
 
 
-def table(rows: list[dict[str, Any]] = ROWS) -> str:
-    """One line for each ratio that has a target: its median, quartiles and target."""
+def table(*records: list[dict[str, Any]]) -> str:
+    """One line for each ratio that has a target: its median and quartiles on the processor of each record, and the target."""
+    records = records or tuple(RECORDS.values())
+    ratios = [{(row["work"], r["ours"], r["theirs"]): r for row in rows for r in row["ratios"]} for rows in records]
     lines = []
-    for row in rows:
-        work = row["work"]
-        for r in row["ratios"]:
-            ratio = f"{r['ratio']:.3g} ({r['low']:.3g} to {r['high']:.3g})"
-            missed = "" if r["ratio"] <= r["target"] else ", missed"
-            lines.append((work, f"{r['ours']} / {r['theirs']}", ratio, f"{r['target']:.3g}{missed}"))
-            work = ""
-    return markdown(("work", "ours / theirs", "ratio (quartiles)", "target"), lines)
+    for work, keys in itertools.groupby(dict.fromkeys(itertools.chain(*ratios)), key=lambda key: key[0]):
+        for i, key in enumerate(keys):
+            found = [of.get(key) for of in ratios]
+            target = next(r["target"] for r in found if r)
+            lines.append((work if i == 0 else "", " / ".join(key[1:]), *map(_ratio, found), f"{target:.3g}"))
+    return markdown(("work", "ours / theirs", *(rows[0]["environment"]["cpu"] for rows in records), "target"), lines)
 
 
-def when() -> str:
-    """Machine, versions and date of the rows."""
-    environments = [row["environment"] for row in ROWS]
-    dates = sorted({e["date"] for e in environments})
-    e = environments[0]
-    return f"{e['cpu']}, {e['cores']} cores, torch {e['versions']['torch']}, {' and '.join(dates)}"
+def _ratio(r: dict[str, Any] | None) -> str:
+    if r is None:
+        return ""
+    missed = "" if r["ratio"] <= r["target"] else ", missed"
+    return f"{r['ratio']:.3g} ({r['low']:.3g} to {r['high']:.3g}){missed}"
+
+
+def machines() -> str:
+    """Processors, versions and dates of the records."""
+    described = []
+    for rows in RECORDS.values():
+        dates = sorted({row["environment"]["date"] for row in rows})
+        e = rows[0]["environment"]
+        described.append(f"{e['cpu']}, {e['cores']} cores, torch {e['versions']['torch']}, {' and '.join(dates)}")
+    return "; ".join(described) + "."
 
 
 def fits() -> str:
@@ -55,4 +64,4 @@ def fits() -> str:
 
 
 if __name__ == "__main__":
-    print(f"{when()}\n\n{table()}\n\n{fits()}")
+    print(machines(), table(), fits(), sep="\n\n")

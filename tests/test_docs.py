@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from benchmarks import pages
 from benchmarks.measure import RESULTS, ROOT, known
-from benchmarks.table import fits, table, when
 from tests.registry import SAMPLERS
 from tests.site import build
 
@@ -98,12 +98,6 @@ def test_the_examples_run():
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_tables_of_speed_and_of_fits_are_the_measured_ones():
-    speed = " ".join((ROOT / "docs" / "speed.md").read_text().split())
-    for text in (table(), when(), fits()):
-        assert " ".join(text.split()) in speed, "run `python -m benchmarks.table` for docs/speed.md"
-
-
 def test_the_readme_names_two_commands_and_files_that_are_there():
     links = re.findall(r"\]\(([^)]*)\)", README)
     assert len(README.splitlines()) < 90 and 0 < len(links) <= 12 and all((ROOT / link).exists() for link in links)
@@ -138,59 +132,34 @@ def test_the_code_of_the_readme_runs_as_pasted():
 # Numbers in documents are those of the records: behind a number stands, unseen on the page, where it comes from
 
 
-OF_NUMBERS = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / "docs" / "howto").glob("*.md"),
-]
-MARKED = re.compile(r"([\d,]*\.?\d+)( %)?<!-- (\w+\.json): (.*?) -->")
-
-
-def recorded(file, keys, change=str):
-    """The value in a record that some keys lead to, where its text has been changed."""
-    at = json.loads(change((RESULTS / file).read_text()))
-    for key in keys.split(" > "):
-        wanted = [part.split("=") for part in key.split(" & ")]
-        fits = lambda x, wanted=wanted: all(str(x.get(name)).startswith(text) for name, text in wanted)  # noqa: E731
-        at = at[key] if isinstance(at, dict) else at[int(key)] if key.isdigit() else next(x for x in at if fits(x))
-    return at
-
-
-def wrong(text, change=str):
-    """What a text says, and what the records say, where they differ."""
-    found = []
-    for number, percent, file, keys in MARKED.findall(text):
-        value = abs(recorded(file, keys, change)) * (100 if percent else 1)
-        digits = len(number.partition(".")[2])
-        if f"{value:.{digits}f}" != f"{float(number.replace(',', '')):.{digits}f}":
-            found.append((number + percent, f"{file}: {keys}", value))
-    return found
-
-
-def test_every_marked_number_is_that_of_its_record():
-    texts = {page.name: page.read_text() for page in OF_NUMBERS}
-    marks = {name: len(MARKED.findall(text)) for name, text in texts.items()}
+def test_every_number_and_passage_is_that_of_its_record():
+    texts = {page.name: page.read_text() for page in pages.PAGES}
+    marks = {name: len(pages.NUMBER.findall(text)) for name, text in texts.items()}
     assert sum(marks.values()) >= 16 and marks == {name: text.count(".json: ") for name, text in texts.items()}
-    assert not [found for text in texts.values() for found in wrong(text)]
+    assert all(f"<!-- end of {name} -->" in texts["speed.md"] for name in pages.PASSAGES)
+    old = [name for name, text in texts.items() if pages.filled(text) != text]
+    assert not old, "run `python -m benchmarks.pages`"
 
 
 def test_the_tests_that_a_page_names_are_there():
-    named = re.findall(r"`pytest (tests/[\w/.]+)(?: -k (\w+))?`", "".join(page.read_text() for page in OF_NUMBERS))
+    named = re.findall(r"`pytest (tests/[\w/.]+)(?: -k (\w+))?`", "".join(page.read_text() for page in pages.PAGES))
     assert len(named) > 6 and all((ROOT / file).exists() for file, _ in named)
     assert all(word in (ROOT / file).read_text() for file, word in named if word), named
 
 
 def test_the_numbers_of_the_readme_are_marked():
     table = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ") and "0." in line]
-    assert table and all(MARKED.search(line) or "to 1e-10" in line for line in table), table
+    assert table and all(pages.NUMBER.search(line) or "to 1e-10" in line for line in table), table
 
 
 def test_a_record_that_changes_is_seen_at_every_number():
     """Each in turn becomes another number in its record."""
-    for mark in MARKED.finditer("".join(page.read_text() for page in OF_NUMBERS)):
-        value = recorded(mark[3], mark[4])
-        assert wrong(mark[0], lambda text, old=value: text.replace(json.dumps(old), json.dumps(2 * old + 1))), mark
+    for mark in pages.NUMBER.finditer("".join(page.read_text() for page in pages.PAGES)):
+        value = pages.recorded(mark[3], mark[4])
+        assert (
+            pages.filled(mark[0], lambda text, old=value: text.replace(json.dumps(old), json.dumps(2 * old + 1)))
+            != mark[0]
+        )
 
 
 def test_every_benchmark_can_be_imported():
