@@ -123,8 +123,6 @@ def test_curvature_takes_inputs_and_targets_by_key_or_function(kind, structure):
             if make in (bc.curvature.ggn, bc.curvature.hessian):
                 torch.testing.assert_close(got, want)
             assert got.shape == want.shape
-    got = bc.curvature.ggn(forward, likelihood, "diagonal", probes=3, targets=ways[-1])(PARAMS, batch)
-    assert got.count == 12
 
 
 def test_a_module_takes_its_inputs_by_key():

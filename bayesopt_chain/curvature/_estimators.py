@@ -7,11 +7,9 @@
 
 All are *summed* over the batch, in units of the likelihood (nats), so that adding the increments of any split of the
 data gives the increment of the whole. J_b is the Jacobian of one datum's outputs in the parameters.
-Rademacher root-probes estimate a diagonal from ``probes`` backward passes: with independent signs e_kb,
-``(sum_kb e_kb J_b^T s_kb)^2`` has the diagonal as its mean, variance at most 2 d^2, and is never negative.
 
 Gauss-Newton and Fisher: Schraudolph (2002), Martens (2020). Kronecker factors: Martens and Grosse (2015). Products with the
-Hessian: Pearlmutter (1994); its diagonal from random signs: Hutchinson (1989).
+Hessian: Pearlmutter (1994).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
-from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp
 from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
 from bayesopt_chain.curvature._plan import (
     Forward,
@@ -42,50 +40,50 @@ from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._likelihood import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
-from bayesopt_chain.trees import Tree, as_tensor, common_dtype, flatten, size, wide, widened
+from bayesopt_chain.trees import Tree, as_tensor, common_dtype, flatten, size, widened
 
 Estimate = Callable[[Tree, Any], Precision]
 TargetsOf = str | Callable[[Any], Any]
 
-PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes hold at once
+PRODUCT_BYTES = 2**25  # the default bound on what Hessian products hold at once
 
 STRUCTURES = tuple(MAKERS)
 
+STRUCTURE = checks.one_of(*STRUCTURES)
+EXACT = checks.one_of("dense", "diagonal")._replace(hint="a Hessian has no root; others are curvature.ggn's")
+SHARING = checks.one_of("expand", "reduce")
 
-@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, probes=checks.WHOLE.or_none())
+
+@checks.takes(structure=STRUCTURE, sharing=SHARING, targets=checks.INPUTS)
 def ggn(
     forward: Forward,
     likelihood: Likelihood,
     structure: str = "diagonal",
     *,
-    probes: int | None = None,
     rank: int = 10,
     sharing: str = "expand",
     diagonal_above: int | None = None,
     basis: Kronecker | Eigenbasis | None = None,
-    generator: torch.Generator | None = None,
     chunk_bytes: int | None = None,
     targets: TargetsOf = pair_targets,
 ) -> Estimate:
     """Estimate the generalised Gauss-Newton matrix, exactly.
 
     It costs one backward pass for every output of a datum, T (C - 1) for T tokens and C classes; the last layer's
-    diagonal costs none. Where outputs are many, :func:`fisher` and ``probes`` cost one pass a sample.
+    diagonal costs none. Where outputs are many, :func:`fisher` costs one pass a sample.
 
     Args:
         forward: ``forward(params, batch) -> outputs [B, *event]``. A datum's outputs may depend on that datum only.
         likelihood: from ``bayesopt_chain.likelihoods``; gives the expected Hessian in the outputs.
-        structure: "dense", "root", "diagonal", "kronecker", "low_rank" or "block" (one dense block a parameter).
+        structure: "dense", "root", "diagonal", "kronecker" or "low_rank".
             "kronecker" describes linear layers, attention, convolutions (grouped and transposed ones too), embeddings, a
             weight that several layers use in one way, and any vector; recurrent weights, and a weight that is embedding and
             head at once, are refused.
-        probes: estimate a diagonal from this many root-probes instead of exactly; None, the default, is exact.
         rank: how many directions "low_rank" keeps.
         sharing: "expand" or "reduce": how Kronecker factors treat a weight used at many positions.
         diagonal_above: the Kronecker factor of the outputs of a layer that has more of them than this is its diagonal, for
             layers of many classes, whose matrix would cost their third power. Default: none is.
         basis: a Kronecker precision in whose eigenbasis the curvature is measured (EKFAC); with "kronecker" only.
-        generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
             convolution's per-datum weight gradients, 2 MB). One datum and one column are the least possible. Default:
             as much as the result, at least 4 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
@@ -111,9 +109,6 @@ def ggn(
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    if probes is not None:
-        _require_probed_diagonal(structure, probes)
-        return _probed(forward, likelihood.root, probes, generator, chunk_bytes, targets)
     return Estimator(
         forward,
         likelihood.root,
@@ -125,7 +120,7 @@ def ggn(
     )
 
 
-@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, samples=checks.WHOLE)
+@checks.takes(structure=STRUCTURE, sharing=SHARING, targets=checks.INPUTS, samples=checks.WHOLE)
 def fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -163,8 +158,6 @@ def fisher(
         >>> estimate(torch.zeros(2, 1), (torch.ones(3, 2), torch.ones(3, 1))).count
         tensor(3., dtype=torch.float64)
     """
-    if samples < 1:
-        raise ValueError(f"samples={samples}: pass at least 1, or use curvature.ggn, which is exact")
 
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.sampled_factors(outputs, labels, samples, generator))
@@ -173,7 +166,7 @@ def fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
-@checks.takes(structure=checks.TEXT, targets=checks.INPUTS)
+@checks.takes(structure=STRUCTURE, sharing=SHARING, targets=checks.INPUTS)
 def empirical_fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -216,14 +209,12 @@ def empirical_fisher(
     )
 
 
-@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, probes=checks.WHOLE.or_none())
+@checks.takes(structure=EXACT, targets=checks.INPUTS)
 def hessian(
     forward: Forward,
     likelihood: Likelihood,
     structure: str = "dense",
     *,
-    probes: int | None = None,
-    generator: torch.Generator | None = None,
     chunk_bytes: int | None = None,
     targets: TargetsOf = pair_targets,
 ) -> Estimate:
@@ -235,8 +226,6 @@ def hessian(
     Args:
         forward, likelihood, targets: as for :func:`ggn`.
         structure: "dense", the default, or "diagonal"; both are exact by P products.
-        probes: Hutchinson's estimate of the diagonal from this many products, the mean of ``v * (H v)``, unbiased.
-        generator: for probes; None is the global one.
         chunk_bytes: bound on the products held at once; default 32 MiB.
 
     Returns:
@@ -254,14 +243,6 @@ def hessian(
         >>> estimate(torch.tensor(0.0), (torch.full((1, 1), 2.0), torch.ones(1, 1))).to_dense()
         tensor([[4.]])
     """
-    if structure not in ("dense", "diagonal"):
-        raise ValueError(
-            f"structure={structure!r}: a Hessian may be indefinite and has no root; use 'dense' or 'diagonal', or "
-            f"curvature.ggn"
-        )
-    if probes is not None:
-        _require_probed_diagonal(structure, probes)
-
     labels_of = picked(targets, pair_targets)
 
     @torch.no_grad()
@@ -280,10 +261,7 @@ def hessian(
             products = _hessian_products(
                 forward, likelihood, params, part(batch, start, stop), part(labels, start, stop), like
             )
-            if probes is not None:
-                total = total + _hutchinson(products, params, like, probes, generator)
-            else:
-                total = total + _columns(products, params, chunk_bytes, structure == "diagonal")
+            total = total + _columns(products, params, chunk_bytes, structure == "diagonal")
         count = as_tensor(n, torch.float64, plan.probe.device)
         return Dense(total, like, count) if structure == "dense" else Diagonal(unflatten(total, widened(params)), count)
 
@@ -304,7 +282,6 @@ class Estimator:
         likelihood: Likelihood,
         draws: bool = False,
     ) -> None:
-        _require_structure(structure)
         self.forward, self.root_of, self.structure = forward, root_of, structure
         self.chunk_bytes, self.options, self.draws = chunk_bytes, options, draws
         self.checks, self.labels_of, self.likelihood = Checks(), picked(targets, pair_targets), likelihood
@@ -345,45 +322,6 @@ class Estimator:
             return total.finish(as_tensor(batch_size(batch), torch.float64, plan.probe.device))
 
         return self.checks.run(params, batch, lambda: make_plan(self.forward, params, batch), work)
-
-
-def _probed(
-    forward: Forward,
-    root_of: RootOf,
-    probes: int,
-    generator: torch.Generator | None,
-    chunk_bytes: int | None,
-    targets: TargetsOf,
-) -> Estimate:
-    forward = without_fused_recurrence(forward)
-    labels_of = picked(targets, pair_targets)
-
-    @torch.no_grad()
-    def estimate(params: Tree, batch: Any) -> Diagonal:
-        labels = labels_of(batch)
-        n = batch_size(batch)
-        plan = make_plan(forward, params, batch)
-        require_separate(forward, params, batch, plan)
-        activations = sum(leaf.numel() for leaf in plan.probe_outputs) + plan.probe.numel()
-        data = max(1, min(n, (chunk_bytes or PRODUCT_BYTES) // (8 * activations * plan.probe.element_size())))
-        total = _zeros(params)
-        for start in range(0, n, data):
-            stop = min(n, start + data)
-            chunk = part(batch, start, stop)
-            outputs, pull = vjp(lambda p, chunk=chunk: forward(p, chunk), params)
-            root = root_of(outputs.detach(), part(labels, start, stop))
-            for _ in range(probes):
-                signs = _signs((stop - start, root.columns), plan.probe, generator)
-                (v,) = pull(root.combine(signs))
-                total = optree.tree_map(lambda t, leaf: t + leaf.to(t.dtype).square() / probes, total, v)
-        return Diagonal(total, as_tensor(n, torch.float64, plan.probe.device))
-
-    return estimate
-
-
-def _zeros(params: Tree) -> Tree:
-    """Return zeros like the parameters, in the precision in which sums are held."""
-    return optree.tree_map(lambda leaf: torch.zeros_like(leaf, dtype=wide(leaf.dtype)), params)
 
 
 def _hessian_products(
@@ -430,26 +368,3 @@ def _columns(products: Any, params: Tree, chunk_bytes: int | None, diagonal: boo
         rows = products(units)
         pieces.append(rows[:, start:stop].diagonal() if diagonal else rows)
     return torch.cat(pieces)
-
-
-def _hutchinson(products: Any, params: Tree, like: Tree, probes: int, generator: torch.Generator | None) -> Tensor:
-    signs = _signs((probes, size(like)), flatten(params, like), generator)
-    total = torch.zeros_like(signs[0])
-    for v in signs:
-        total = total + v * products(v[None])[0] / probes
-    return total
-
-
-def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    bits = torch.randint(0, 2, shape, generator=generator, device=like.device)
-    return (2 * bits - 1).to(like.dtype)
-
-
-def _require_structure(structure: str) -> None:
-    if structure not in STRUCTURES:
-        raise ValueError(f"structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
-
-
-def _require_probed_diagonal(structure: str, probes: int) -> None:
-    if structure != "diagonal" or probes < 1:
-        raise ValueError(f"probes={probes} with structure={structure!r}: probes (at least 1) estimate a diagonal only")

@@ -4,7 +4,7 @@ Over the rows r_kb = J_b^T s_kb of a batch, for K columns a datum and P paramete
 
     dense      sum r r^T                        P^2        diagonal   sum r^2                     P
     root       the rows r                       K B P      low_rank   a streaming SVD of them     (rank + 1) P
-    block      sum r r^T, one block a leaf      sum p^2    kronecker  factors of every leaf       sum d0^2 + d1^2
+    kronecker  factors of every leaf    sum d0^2 + d1^2
 
 in float32 at least, whatever the parameters' dtype: a sum of many squares in bfloat16 would stop growing.
 
@@ -32,7 +32,6 @@ from bayesopt_chain.curvature._plan import UNUSED, TapPlan
 from bayesopt_chain.curvature._taps import Use
 from bayesopt_chain.likelihoods import OutputRoot
 from bayesopt_chain.precision import (
-    Block,
     Dense,
     Diagonal,
     Eigenbasis,
@@ -212,28 +211,6 @@ class DenseSum(Structure):
         return Dense(mirrored(_summed(self.matrix)), self.like, count)
 
 
-class BlockSum(Structure):
-    """One dense block a leaf."""
-
-    def __init__(self, params: Tree):
-        super().__init__(params)
-        for leaf in self.leaves:
-            require_dense_fits(leaf.numel(), wide(leaf.dtype), leaf.device)
-        self.matrices: list[Tensor | None] = [None] * len(self.leaves)
-
-    def held(self) -> int:
-        return sum(leaf.numel() ** 2 for leaf in self.leaves)
-
-    def add(self, chunk: Chunk) -> None:
-        for index, row in enumerate(_rows(chunk, self.leaves)):
-            self.matrices[index] = plus_gram(self.matrices[index], row.reshape(row.shape[0], -1))
-
-    def finish(self, count: Tensor) -> Block:
-        matrices = [mirrored(_summed(matrix)) for matrix in self.matrices]
-        blocks = [Dense(matrix, shape_only(leaf), count) for matrix, leaf in zip(matrices, self.leaves)]
-        return Block(self.to_tree(blocks), count)
-
-
 class RootRows(Structure):
     few_data = 2**40  # as much as may be: the rows are the result, and rows of one chunk need not be concatenated
 
@@ -253,8 +230,6 @@ class RootRows(Structure):
 class LowRankSum(Structure):
     def __init__(self, params: Tree, rank: int):
         super().__init__(params)
-        if rank < 1:
-            raise ValueError(f"rank={rank}: pass a rank of at least 1, or structure='diagonal'")
         self.rank = rank
         zeros = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in self.leaves]
         self.kept = self.to_tree([leaf.expand(rank, *leaf.shape).clone() for leaf in zeros])
@@ -296,7 +271,7 @@ class TappedSum(Structure):
             which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in without)
             raise ValueError(
                 f"a Kronecker precision cannot describe {len(without)} of {len(plan.names)} parameters ({which}): "
-                "leave them out with curvature.subset, or use structure='dense', 'root', 'diagonal', 'block' or 'low_rank'"
+                "leave them out with curvature.subset, or use structure='dense', 'root', 'diagonal' or 'low_rank'"
             )
 
 
@@ -310,8 +285,6 @@ class KroneckerSum(TappedSum):
 
     def __init__(self, params: Tree, sharing: str, diagonal_above: int | None = None):
         super().__init__(params)
-        if sharing not in ("expand", "reduce"):
-            raise ValueError(f"sharing={sharing!r}: pass 'expand' or 'reduce'")
         self.sharing, self.widest = sharing, math.inf if diagonal_above is None else diagonal_above
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
@@ -466,7 +439,6 @@ STRUCTURES: dict[str, Callable[[Tree, Options], Structure]] = {
     "diagonal": lambda params, options: DiagonalSum(params),
     "kronecker": _kronecker,
     "low_rank": lambda params, options: LowRankSum(params, options.rank),
-    "block": lambda params, options: BlockSum(params),
 }
 
 

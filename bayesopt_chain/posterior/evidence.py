@@ -51,7 +51,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.posterior.model import Model, Pass
 from bayesopt_chain.posterior.regression import Regression
-from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root
+from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root
 from bayesopt_chain.trees import Tree, common_dtype, gram
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
@@ -353,18 +353,6 @@ def _(precision: Kronecker) -> list[Spectrum] | None:
     return spectra(precision.eigenbasis())
 
 
-@spectra.register
-def _(precision: Block) -> list[Spectrum] | None:
-    out = []
-    blocks = optree.tree_leaves(precision.blocks, is_leaf=lambda node: isinstance(node, Precision))
-    for i, block in enumerate(blocks):
-        mine = spectra(block)
-        if mine is None or len(mine) != 1:
-            return None
-        out.append(mine[0]._replace(leaves=(i,)))
-    return out
-
-
 @singledispatch
 def by_output(precision: Any, roots: Tree) -> Any:
     """``S Lambda S`` for the diagonal matrix S of ``roots``, one number for each row of a leaf: the data part of a linear layer
@@ -395,11 +383,6 @@ def _(precision: Diagonal, roots: Tree) -> Diagonal:
 
 
 @by_output.register
-def _(precision: Block, roots: Tree) -> Block:
-    return precision._replace(blocks=optree.tree_map(lambda r, b: by_output(b, r), roots, precision.blocks))
-
-
-@by_output.register
 def _(precision: Kronecker, roots: Tree) -> Kronecker:
     def leaf(left: Tensor, r: Tensor) -> Tensor:
         return left * r.reshape(-1).square() if left.ndim == 1 else r.reshape(-1, 1) * left * r.reshape(-1)
@@ -424,7 +407,7 @@ def require_prior_structure(name: str, prior_structure: str | None, structure: s
     if prior_structure == LAYERWISE:
         raise ValueError(
             f"{name}: prior_structure='layerwise' with structure={structure!r}, whose basis mixes the layers: it has one "
-            "precision for all parameters: pass 'scalar', or structure 'kronecker', 'diagonal' or 'block'"
+            "precision for all parameters: pass 'scalar', or structure 'kronecker' or 'diagonal'"
         )
     return SCALAR
 
@@ -460,7 +443,7 @@ def tuned(
     if groups is None:
         raise ValueError(
             f"tune='evidence': a precision of class {type(seen.decomposed).__name__} has no basis in which data and prior are "
-            "both diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
+            "both diagonal: use structure 'kronecker', 'dense', 'root' or 'diagonal', or tune='validation'"
         )
     evidence, device = _evidence(groups, model, seen, scale), groups[0].values.device
     count = 1 if prior_structure == SCALAR else len(groups)

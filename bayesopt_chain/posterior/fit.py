@@ -553,11 +553,11 @@ def fit_laplace(
             once; or one such batch. Labels of a causal language model, which its own loss moves to the next token, are moved
             too (:func:`bayesopt_chain.posterior.next_labels`).
         params: the trained parameters; needed for a forward function, for a module its own by default.
-        structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
+        structure: of the posterior: "kronecker", "dense", "root", "diagonal" or "low_rank". Default: "dense" for a
             linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise; where that cannot
             describe a parameter (an orthogonal parametrization) "dense" up to 2,048 parameters, "diagonal" beyond. A linear
-            layer's mode and evidence under Gaussian noise are exact in every structure (``regression.py``); "kronecker",
-            "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance. Of more than
+            layer's mode and evidence under Gaussian noise are exact in every structure (``regression.py``); "kronecker"
+            and "diagonal" leave the covariance of weights and biases out of the predictions' variance. Of more than
             1,000 classes the Kronecker factor of a layer of as many outputs is its diagonal, which the ``repr`` of the fit
             says; ``diagonal_above=`` sets another bound.
         subset: which parameters are uncertain; all others are taken for known, at their trained values. "last_layer" (default)
@@ -592,7 +592,7 @@ def fit_laplace(
             "ggn", and "fisher" where a datum has more than 1,000 outputs, as a sequence of tokens has, unless all that is kept
             is a linear last layer with Kronecker factors or a diagonal, where "ggn" costs no more; the ``repr`` of the fit says
             which. Of "fisher", ``samples`` labels are drawn for a datum from torch's global generator (or
-            ``generator=``). Default: one; of "dense", "root" and "block" as many as make four rows for each parameter.
+            ``generator=``). Default: one; of "dense" and "root" as many as make four rows for each parameter.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters. Default 0.
         temperature: per datum, as everywhere: the covariance times ``temperature * N``, prior included; below ``1 / N`` it is a
             cold posterior. The evidence is Bayes' all the same. Default: Bayes, ``1 / N``.

@@ -235,7 +235,7 @@ def with_estimator(model: Model, first: Any, data: int) -> Model:
     if how.curvature == "default":
         is_layer = isinstance(model.forward, Affine) and model.likelihood.has_classes
         makes_columns = not is_layer or how.structure not in ("kronecker", "diagonal")
-        sampled = "samples" in options or (outputs > MANY and makes_columns and "probes" not in options)
+        sampled = "samples" in options or (outputs > MANY and makes_columns)
         how = how._replace(curvature="fisher" if sampled else "ggn")
     if how.curvature == "fisher":
         options.setdefault("samples", min(outputs, -(-SAMPLED * whole // data)) if whole else 1)
@@ -254,7 +254,7 @@ def _factor_options(model: Model, first: Any) -> dict[str, Any]:
 def matrix_size(model: Model) -> int:
     """The number of parameters of the largest matrix that is held as a sum over data; 0 where there is none."""
     sizes = [leaf.numel() for leaf in optree.tree_leaves(model.params)]
-    return {"dense": sum(sizes), "root": sum(sizes), "block": max(sizes)}.get(model.how.structure or "", 0)
+    return {"dense": sum(sizes), "root": sum(sizes)}.get(model.how.structure or "", 0)
 
 
 def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> tuple[Model, Any]:

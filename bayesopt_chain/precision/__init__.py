@@ -1,7 +1,6 @@
 """Gaussian precisions over parameter trees: one algebra, several structures (see ``_algebra.py``)."""
 
 from bayesopt_chain.precision._algebra import LayerBases, Precision, Zero
-from bayesopt_chain.precision._block import Block
 from bayesopt_chain.precision._dense import Cholesky, Dense
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
@@ -9,7 +8,6 @@ from bayesopt_chain.precision._low_rank import LowRank, LowRankCovariance, Root,
 from bayesopt_chain.trees import flatten, shape_only, unflatten
 
 __all__ = [
-    "Block",
     "Cholesky",
     "Dense",
     "Diagonal",

@@ -18,7 +18,7 @@ from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.curvature import _chunks
 from bayesopt_chain.curvature._plan import Affine, make_plan
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten, unflatten
+from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten, unflatten
 from tests.curvature.conftest import block_diagonal, convolutional, naive, of_module
 from tests.nets import Net
 
@@ -186,15 +186,14 @@ def test_every_exact_structure_is_the_naive_construction(make, chunk_bytes):
     def estimate(structure, **options):
         return curvature.ggn(forward, likelihood, structure, chunk_bytes=chunk_bytes, **options)(params, batch)
 
-    dense, root, diagonal, block = map(estimate, ("dense", "root", "diagonal", "block"))
+    dense, root, diagonal = map(estimate, ("dense", "root", "diagonal"))
     low_rank = estimate("low_rank", rank=24)
-    assert [type(p) for p in (dense, root, diagonal, block, low_rank)] == [Dense, Root, Diagonal, Block, LowRank]
+    assert [type(p) for p in (dense, root, diagonal, low_rank)] == [Dense, Root, Diagonal, LowRank]
     assert_close(dense.to_dense(), expected)
     assert_close(root.to_dense(), expected)
     assert_close(low_rank.to_dense(), expected)
     assert_close(flatten(diagonal.diag(), params), expected.diagonal())
-    assert_close(block.to_dense(), block_diagonal(expected, params))
-    for precision in (dense, root, diagonal, block, low_rank):
+    for precision in (dense, root, diagonal, low_rank):
         assert precision.count == len(batch[1])
     for leaf, got in zip(*map(optree.tree_leaves, (params, diagonal.diag()))):
         assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype)
@@ -232,36 +231,6 @@ def test_every_likelihood_meets_every_kind_of_factor(name):
     diagonal = curvature.hessian(forward, likelihood, "diagonal", chunk_bytes=4000)(params, batch)
     assert_close(flatten(diagonal.diag(), params), vector.diagonal())
     assert hessian.count == diagonal.count == B
-
-
-def test_probes_are_unbiased_with_variance_below_twice_the_square_and_never_negative():
-    """1000 root-probes: the variance of one is at most 2 d^2 an entry, so that the mean errs by more than
-    6 sqrt(2 / 1000) d with probability below 2e-7 (a chi-square mean; skew included by the margin below 1e-5).
-    """
-    forward, params, batch, likelihood = case(by_hand)
-    exact = flatten(curvature.ggn(forward, likelihood, "diagonal")(params, batch).diag(), params)
-    generator = torch.Generator().manual_seed(4)
-    probed = curvature.ggn(forward, likelihood, "diagonal", probes=1000, generator=generator, chunk_bytes=10_000)(
-        params, batch
-    )
-    estimate = flatten(probed.diag(), params)
-    assert probed.count == B
-    assert (estimate >= 0).all()
-    assert ((estimate - exact).abs() / exact).max() < 6 * (2 / 1000) ** 0.5
-
-
-@pytest.mark.slow
-def test_hutchinson_probes_of_the_hessian_are_unbiased():
-    """The variance of one probe's i-th entry is sum_{j != i} H_ij^2; 2000 probes, six standard errors: below 1e-7 a
-    case.
-    """
-    forward, params, batch, likelihood = case(by_hand)
-    hessian = curvature.hessian(forward, likelihood)(params, batch).to_dense()
-    generator = torch.Generator().manual_seed(4)
-    probed = curvature.hessian(forward, likelihood, "diagonal", probes=2000, generator=generator)(params, batch)
-    deviation = ((hessian - torch.diag(hessian.diagonal())).square().sum(1) / 2000).sqrt()
-    error = flatten(probed.diag(), params) - hessian.diagonal()
-    assert (error.abs() / deviation).max() < 6
 
 
 @pytest.mark.parametrize("structure", curvature.STRUCTURES)
@@ -401,9 +370,8 @@ def test_a_dense_structure_that_cannot_fit_is_refused_before_it_is_allocated():
     forward = lambda p, batch: batch[0] @ p["w"][:, :1]  # noqa: E731
     params = {"w": torch.zeros(()).expand(2000, 1000)}
     words = r"2,000,000 parameters.*58\.21 TiB.*low_rank.*diagonal.*kronecker.*subset"
-    for structure, said in (("dense", words), ("block", "block|dense")):
-        with pytest.raises(MemoryError, match=said):
-            curvature.ggn(forward, likelihoods.gaussian(), structure)(params, (torch.randn(2, 2000), torch.randn(2, 1)))
+    with pytest.raises(MemoryError, match=words):
+        curvature.ggn(forward, likelihoods.gaussian(), "dense")(params, (torch.randn(2, 2000), torch.randn(2, 1)))
 
 
 def two_unknown_uses():
@@ -434,7 +402,6 @@ def seeded():
 
 ESTIMATORS = {
     "ggn": curvature.ggn,
-    "probes": lambda f, likelihood, **o: curvature.ggn(f, likelihood, probes=2, generator=seeded(), **o),
     "fisher": lambda f, likelihood, **o: curvature.fisher(f, likelihood, generator=seeded(), **o),
     "empirical_fisher": curvature.empirical_fisher,
     "hessian": lambda f, likelihood, **o: curvature.hessian(f, likelihood, "diagonal", **o),
@@ -463,9 +430,8 @@ ggn = partial(curvature.ggn, linear, likelihoods.gaussian())
 @pytest.mark.parametrize(
     "ask, error, words",
     [
-        (lambda *at: ggn("full"), ValueError, "pass one of dense"),
+        (lambda *at: ggn("full"), ValueError, "structure must be 'dense' or"),
         (lambda *at: curvature.hessian(linear, likelihoods.gaussian(), "kronecker"), ValueError, r"curvature\.ggn"),
-        (lambda *at: ggn("dense", probes=3), ValueError, "diagonal only"),
         (lambda *at: curvature.fisher(linear, likelihoods.gaussian(), samples=0), ValueError, "at least 1"),
         (lambda *at: ggn("kronecker", sharing="both")(*at), ValueError, "'expand' or 'reduce'"),
         (lambda *at: ggn("low_rank", rank=0)(*at), ValueError, "rank must be a whole number"),
@@ -504,7 +470,7 @@ class HalvedInBatches(torch.autograd.Function):
         ).detach(), 0
 
 
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "root", "low_rank", "block"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "root", "low_rank"])
 def test_a_wrong_batching_rule_is_found_out_and_gone_round(structure):
     params, batch, likelihood = {"w": torch.randn(3)}, (torch.randn(B, 3), torch.randn(B, 3)), likelihoods.gaussian()
     forward = lambda p, b: HalvedInBatches.apply(b[0], p["w"]).tanh()  # noqa: E731
@@ -675,7 +641,7 @@ def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation(
     itself = likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # of the model whose only output is the density
     told = (lambda p, b: log_density(p, b)[:, None]), itself
     by = {"targets": "x"}
-    for structure in ("dense", "diagonal", "root", "low_rank", "block"):
+    for structure in ("dense", "diagonal", "root", "low_rank"):
         found = curvature.empirical_fisher(*told, structure, **by)(params, batch)
         assert_close(flatten(found.diag(), params), gradients.square().sum(0))
         assert found.count == B
@@ -768,7 +734,7 @@ def test_predictions_of_a_fit_check_their_first_batch_alone():
     assert torch.equal(got, fits[1].predict(new)) and len(calls) == 3
 
 
-ALL = ("kronecker", "diagonal", "dense", "root", "block", "low_rank")
+ALL = ("kronecker", "diagonal", "dense", "root", "low_rank")
 
 
 def watched(forward):

@@ -10,12 +10,11 @@ from torch.nn.utils import parametrizations
 
 import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
-from bayesopt_chain.precision import Dense, Diagonal, flatten, shape_only, unflatten
+from bayesopt_chain.precision import flatten, unflatten
 from tests.curvature.conftest import naive
 from tests.nets import Net
 
 PARAMS = lambda: {"w": torch.randn(3, 4), "v": torch.randn(4, 2), "s": torch.tensor(0.7)}  # noqa: E731
-COUNT = torch.tensor(1.0)
 
 
 def forward(p, batch):
@@ -123,63 +122,6 @@ def test_per_sample_gradients_are_those_of_each_datum():
         return loss(p, batch) * max(2, -batch[0].square().sum().item())
 
     assert torch.allclose(curvature.per_sample(torch.func.grad(with_a_branch))(params, batch)["w"], 2 * gradients["w"])
-
-
-def positive(n):
-    root = torch.randn(n, n)
-    return root @ root.T + torch.eye(n)
-
-
-def test_cg_solves_trees_with_and_without_a_preconditioner_and_a_start():
-    params = PARAMS()
-    scales = torch.logspace(0, 4, 21)
-    matrix = Dense(torch.diag(scales) + 0.1 * positive(21), shape_only(params), COUNT)
-    product = lambda x: unflatten(flatten(x, params) @ matrix.matrix, params)  # noqa: E731
-    expected = flatten(matrix.solve(params), params)
-    x, plain = curvature.cg(product, params, rtol=1e-12)
-    assert torch.allclose(flatten(x, params), expected, rtol=1e-8)
-    diagonal = Diagonal(matrix.diag(), COUNT)
-    x, helped = curvature.cg(product, params, preconditioner=diagonal.solve, rtol=1e-12)
-    assert torch.allclose(flatten(x, params), expected, rtol=1e-8)
-    assert helped.iterations < plain.iterations / 2 and helped.converged and helped.residual < 1e-10
-    _, again = curvature.cg(product, params, x0=x, rtol=1e-9)
-    assert again.iterations == 0
-    _, few = curvature.cg(product, params, maxiter=2)
-    assert few.iterations == 2 and not few.converged
-
-
-def test_batched_cg_solves_every_system_and_leaves_the_finished_alone():
-    matrices = torch.stack([positive(4), torch.eye(4), 3 * positive(4)])
-    b = torch.randn(2, 3, 4)
-    x, info = curvature.cg(lambda x: torch.einsum("cij,bcj->bci", matrices, x), b, rtol=1e-11, batch_ndim=2)
-    assert torch.allclose(x, torch.linalg.solve(matrices, b[..., None])[..., 0], rtol=1e-8)
-    assert info.converged.shape == (2, 3) and info.converged.all()
-    zero, info = curvature.cg(lambda x: x, torch.zeros(3))
-    assert info.iterations == 0 and not zero.any()
-
-
-def test_cg_with_damping_solves_the_damped_system_with_and_without_a_start():
-    params, A = PARAMS(), positive(21)
-    product = lambda x: unflatten(flatten(x, params) @ A, params)  # noqa: E731
-    expected = torch.linalg.solve(A + 0.7 * torch.eye(21), flatten(params, params))
-    for options in ({"damping": 0.7}, {"damping": torch.tensor(0.7), "x0": like(params)}):
-        x, info = curvature.cg(product, params, rtol=1e-12, **options)
-        assert info.converged and torch.allclose(flatten(x, params), expected, rtol=1e-9)
-    singular = lambda x: 0 * x  # noqa: E731
-    assert torch.allclose(curvature.cg(singular, torch.ones(2), damping=2.0)[0], torch.full((2,), 0.5))
-
-
-@pytest.mark.parametrize(
-    "ask, words",
-    [
-        (lambda: curvature.cg(lambda x: -x, torch.ones(2)), "not positive definite"),
-        (lambda: curvature.cg(lambda x: x, torch.ones(2), x0=torch.ones(3)), "x0"),
-        (lambda: curvature.cg(lambda x: x, torch.ones(2), damping=-1.0), "damping=-1"),
-    ],
-)
-def test_cg_refuses_an_indefinite_matrix_a_wrong_start_and_negative_damping(ask, words):
-    with pytest.raises(ValueError, match=words):
-        ask()
 
 
 NET = {"body": [torch.ones(3, 4), torch.ones(4)], "head": {"w": torch.ones(4, 2), "b": torch.zeros(2)}}

@@ -82,22 +82,16 @@ def together(p, batch):
     return batch[0] @ p["w"] + p["b"]
 
 
-def apart(p, batch):
-    return torch.stack([batch[0] @ p["b"], batch[0] @ p["w"]], -1)
-
-
 def linear(p, batch):
     return torch.nn.functional.linear(batch[0], p["w"])
 
 
 TOGETHER = {"w": torch.zeros(3, 2, dtype=D), "b": torch.zeros(2, dtype=D)}
-APART = {"w": torch.zeros(3, dtype=D), "b": torch.zeros(3, dtype=D)}
 LINEAR = {"w": torch.zeros(2, 3, dtype=D)}
 CASES = {  # structures, and models whose curvature they hold exactly
     "dense": (together, TOGETHER, X, {}),
     "root": (together, TOGETHER, X, {}),
     "low_rank": (together, TOGETHER, X, {"rank": 8}),
-    "block": (apart, APART, X, {}),
     "diagonal": (linear, LINEAR, ONE_HOT, {}),
     "kronecker": (linear, LINEAR, X, {}),
 }

@@ -9,7 +9,6 @@ import bayesopt_chain as bc
 from bayesopt_chain import likelihoods
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import (
-    Block,
     Cholesky,
     Dense,
     Diagonal,
@@ -366,7 +365,6 @@ WRONG = {
     "diagonal": (Diagonal(START, ONE), NO_ROWS),
     "low_rank": (LowRank(START, ROWS, ONE), NO_ROWS),
     "kronecker": (Kronecker(START, START, START, START, ONE), NO_ROWS),
-    "block": (Block(optree.tree_map(lambda p: Diagonal(p, ONE), START), ONE), NO_ROWS),
     "indefinite": (
         Dense(torch.diag(torch.tensor([1.0, -1, 1, 1, 1], **F64)), shape_only(START), ONE),
         "precision is indefinite",

@@ -31,7 +31,7 @@ def classes():
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "root", "block"])
+@pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "root"])
 @pytest.mark.parametrize("subset", ["last_layer", "all", ["0.weight", "2"]])
 def test_it_is_what_its_pieces_make(structure, subset):
     """The posterior and evidence of curvature, subset, Laplace and its ``log_evidence`` by hand, at the tuned prior."""
@@ -327,7 +327,7 @@ def of_classes():
     )
 
 
-@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
+@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal"])
 @pytest.mark.parametrize("case, subset", [(one_output, "all"), (three_outputs, "last_layer"), (of_classes, "all")])
 def test_data_in_three_pieces_give_the_posterior_of_all_and_leave_the_first_alone(case, subset, structure):
     """A linear last layer with Gaussian noise finds its mode too."""

@@ -27,7 +27,7 @@ def classes(steps=300, likelihood=likelihoods.categorical()):  # noqa: B008
     return trained(network(3 if y.ndim == 1 else 1), likelihood, x, y, steps), x, y
 
 
-@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
+@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal"])
 def test_dispersion_and_prior_are_the_fixed_point_of_their_equations(structure):
     """phi to the 1 % at which the rounds end, by its definition; the prior is the maximum of the evidence at that phi, to
     1e-4 in its logarithm."""

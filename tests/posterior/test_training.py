@@ -169,7 +169,7 @@ def test_bad_arguments_are_refused_by_name(options, words):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "block"])
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal"])
 def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
     """Of a last layer, whose evidence has settled: the same precision of all tensors, which ``fit_laplace`` finds at once."""
     model, data = module(), [regression()]

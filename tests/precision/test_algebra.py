@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bayesopt_chain.precision import (
-    Block,
     Cholesky,
     Dense,
     Diagonal,
@@ -69,10 +68,6 @@ def low_rank(tree):
     return LowRank(each_leaf(lambda leaf: leaf.square() + 0.1, tree), rows, COUNT)
 
 
-def block(tree):
-    return Block(each_leaf(lambda leaf: Dense(psd(leaf.numel()), shape_only(leaf), COUNT), tree), COUNT)
-
-
 STRUCTURES = {
     "diagonal": diagonal,
     "dense": dense,
@@ -82,7 +77,6 @@ STRUCTURES = {
     "eigenbasis": lambda tree: kronecker(tree).factorised(),
     "low_rank": low_rank,
     "woodbury": lambda tree: low_rank(tree).factorised(),
-    "block": block,
 }
 cases = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 structures = pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
@@ -129,7 +123,7 @@ def test_its_answers_are_those_of_its_matrix(make, tree):
     assert_equal(precision.add_diagonal(numbers).to_dense(), matrix + torch.diag(spread))
 
 
-@pytest.mark.parametrize("make", [diagonal, dense, low_rank, block])
+@pytest.mark.parametrize("make", [diagonal, dense, low_rank])
 def test_a_whole_tree_of_prior_precisions_is_added(make, tree):
     prior = each_leaf(lambda leaf: torch.rand(leaf.shape), tree)
     precision = make(tree)
@@ -137,7 +131,7 @@ def test_a_whole_tree_of_prior_precisions_is_added(make, tree):
 
 
 @cases
-@pytest.mark.parametrize("make", [diagonal, dense, STRUCTURES["cholesky"], block])
+@pytest.mark.parametrize("make", [diagonal, dense, STRUCTURES["cholesky"]])
 def test_add_is_the_sum_of_matrices_and_of_counts(make, tree):
     tree = tree()
     a, b = make(tree), make(tree)
@@ -236,7 +230,6 @@ SINGULAR = {
         {"b": torch.zeros(2, 2)}, {"b": torch.ones(1, 1)}, {"b": torch.tensor(0.0)}, {"b": torch.zeros(2)}, COUNT
     ),
     "low_rank": lambda: LowRank({"b": torch.zeros(2)}, {"b": torch.ones(1, 2)}, COUNT),
-    "block": lambda: Block({"b": Dense(torch.zeros(1, 1), torch.zeros(1), COUNT)}, COUNT),
 }
 
 

@@ -283,7 +283,7 @@ def dense(
     Raises:
         ValueError: numbers out of range; at ``init``, a negative noise, or parameters that are not the
             prior's mean; at ``update``, no curvature, or that of other parameters.
-        TypeError: at ``update``, curvature of a structure that is not made of rows (diagonal, low-rank, Kronecker, block):
+        TypeError: at ``update``, curvature of a structure that is not made of rows (diagonal, low-rank, Kronecker):
             with a diagonal in their place the mean diverges where features are correlated.
         MemoryError: at ``init``, where ``P^2`` does not fit.
 
