@@ -22,7 +22,8 @@ weight 2 is then two data in both factors, and one of weight 0, or a position th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,79 +34,110 @@ GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower
 BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
 
 
-class Matrix(NamedTuple):
-    """A weight that multiplies its input; the leaf seen as a matrix is ``[O, I]``, or ``[I, O]`` where ``transposed``."""
+@dataclass(frozen=True)
+class Kind(ABC):
+    """A kind of use.
 
-    transposed: bool
+    Attributes:
+        shape: of the leaf seen as a matrix, ``[d0, d1]``.
+        transposed: whether d0 counts inputs and d1 outputs.
+    """
+
     shape: tuple[int, int]
+    transposed: bool = False
 
+    @abstractmethod
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the gradients ``[K, b, d0, d1]``."""
-        if self.transposed:
-            return torch.einsum("bti,kbto->kbio", x, g)
-        return torch.einsum("kbto,bti->kboi", g, x)
 
+    @abstractmethod
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """Add the gradients' squares, summed over factors and data, to ``total``, ``[d0, d1]``."""
-        if x.shape[1] > 1:
-            summed = _shared_squares(x, g)
-            return _plus(total, summed.mT if self.transposed else summed)
-        of_output, of_input = _summed_squares(g[:, :, 0]), x[:, 0].square()
-        pair = (of_input.mT, of_output) if self.transposed else (of_output.mT, of_input)
-        return _plus_product(total, *pair)
 
     def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
         """Add the squares of gradients of which each stays within one position, for ``d = sum_k g_k^2``."""
-        pair = (x.square().flatten(0, 1), d[0].flatten(0, 1))
-        return _plus_product(total, *((pair[0].mT, pair[1]) if self.transposed else (pair[1].mT, pair[0])))
+        raise NotImplementedError(f"a parameter of kind {type(self).__name__} is never in the last layer")
 
+    @abstractmethod
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
         """Add ``sum x x^T``, ``[I, I]``, over the data.
 
         A datum's ``x x^T`` is the mean of it over the positions (expand), or that of the mean x (reduce).
         """
-        if weights is not None:
-            return plus_gram(total, _weighted_rows(x, sharing, weights).flatten(0, 1))
-        if sharing == "expand":
-            return plus_gram(total, x.flatten(0, 1), 1 / x.shape[1])
-        return plus_gram(total, x.mean(1))
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add ``sum g g^T``, ``[O, O]``, over factors, data and (expand) positions."""
-        return _output_factor(g, sharing, total)
+        if sharing == "expand" and g.stride(-1) != 1:  # a convolution's: channels come first in memory
+            each = g.flatten(0, 1)
+            return _plus(total, torch.bmm(each.mT, each).sum(0))
+        return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         """Return ``sum_ij r_kij v_ij r_lij`` of the gradients r for given variances v ``[d0, d1]``: ``[b, K, K]``."""
-        if x.shape[1] > 1:
-            return _covariance(self.rows(x, g), variance)
-        of_output = x[:, 0].square() @ (variance if self.transposed else variance.mT)
-        rows = g[:, :, 0].transpose(0, 1)
-        return (rows * of_output[:, None]) @ rows.mT
+        rows = self.rows(x, g)
+        return torch.einsum("kbij,lbij->bkl", rows * variance, rows)
 
     def factors(self) -> list[tuple[int, int]]:
         """Return the shapes of the two Kronecker factors."""
         return [(n, n) for n in self.shape]
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (left, right) from the two factors, or bases."""
+        """Return (left, right) from what belongs to inputs and to outputs: factors, bases, or sides of a product."""
         return (of_input, of_output) if self.transposed else (of_output, of_input)
 
+    @abstractmethod
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         """Return x and g in the eigenbases of the Kronecker factors, and the kind that they have there."""
+
+
+@dataclass(frozen=True)
+class Matrix(Kind):
+    """A weight that multiplies its input; the leaf seen as a matrix is ``[O, I]``, or ``[I, O]`` where ``transposed``."""
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        if self.transposed:
+            return torch.einsum("bti,kbto->kbio", x, g)
+        return torch.einsum("kbto,bti->kboi", g, x)
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        if x.shape[1] > 1:
+            summed = _shared_squares(x, g)
+            return _plus(total, summed.mT if self.transposed else summed)
+        left, right = self.order(x[:, 0].square(), _summed_squares(g[:, :, 0]))
+        return _plus_product(total, left.mT, right)
+
+    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
+        left, right = self.order(x.square().flatten(0, 1), d[0].flatten(0, 1))
+        return _plus_product(total, left.mT, right)
+
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
+        if weights is not None:
+            return plus_gram(total, _weighted_rows(x, sharing, weights).flatten(0, 1))
+        if sharing == "expand":
+            return plus_gram(total, x.flatten(0, 1), 1 / x.shape[1])
+        return plus_gram(total, x.mean(1))
+
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        if x.shape[1] > 1:
+            return super().covariance(x, g, variance)
+        of_output = x[:, 0].square() @ (variance if self.transposed else variance.mT)
+        rows = g[:, :, 0].transpose(0, 1)
+        return (rows * of_output[:, None]) @ rows.mT
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         of_input, of_output = self.order(left, right)
         return self, turned(x, of_input), turned(g, of_output)
 
 
-class Grouped(NamedTuple):
+@dataclass(frozen=True)
+class Grouped(Kind):
     """A weight in groups, each of which multiplies its own part of the input.
 
     The leaf seen as a matrix ``[d0, d1]`` has the groups one below the other, d0 = G m: ``[G O, I]``, or ``[G I, O]`` where
     ``transposed``. The factor of d0 has a block a group; the factor of d1 is that of all groups' inputs (outputs) together.
     """
 
-    transposed: bool
-    shape: tuple[int, int]
-    groups: int
+    groups: int = 1
 
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         rows = torch.einsum("btgi,kbtgo->kbgio" if self.transposed else "btgi,kbtgo->kbgoi", x, g)
@@ -118,12 +150,9 @@ class Grouped(NamedTuple):
         for start in range(0, x.shape[0], block):
             some = slice(start, start + block)
             for one in g[:, some].transpose(2, 3):
-                pair = (inputs[some].mT, one) if self.transposed else (one.mT, inputs[some])
-                summed = summed + (pair[0] @ pair[1]).square_().sum(0)
+                left, right = self.order(inputs[some], one)
+                summed = summed + (left.mT @ right).square_().sum(0)
         return _plus(total, summed.reshape(self.shape))
-
-    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
-        raise NotImplementedError("a convolution is never the last layer")
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
         if weights is None:
@@ -142,36 +171,25 @@ class Grouped(NamedTuple):
         each = some.flatten(0, 1).transpose(0, 1)
         return _plus(total, weight * torch.block_diag(*(each.mT @ each)))
 
-    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
-        return _covariance(self.rows(x, g), variance)
-
-    def factors(self) -> list[tuple[int, int]]:
-        return [(n, n) for n in self.shape]
-
-    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
-        return (of_input, of_output) if self.transposed else (of_output, of_input)
-
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         """Return x and g of one matrix: in the basis of d0 a group's part reaches all of it."""
         split = left.reshape(self.groups, -1, left.shape[1])  # a group's rows of the basis
         of_input, of_output = (split, right) if self.transposed else (right, split)
         x, g = (x[..., None, :] @ of_input)[..., 0, :], (g[..., None, :] @ of_output)[..., 0, :]
-        return Matrix(self.transposed, self.shape), x.flatten(1, 2), g.flatten(2, 3)
+        return Matrix(self.shape, self.transposed), x.flatten(1, 2), g.flatten(2, 3)
 
 
-class Embedding(NamedTuple):
+@dataclass(frozen=True)
+class Embedding(Kind):
     """A table ``[V, D]`` that is looked up."""
 
-    shape: tuple[int, int]
+    transposed: bool = True
 
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         k, b = g.shape[:2]
         table = g.new_zeros((k, b, *self.shape))
         index = x[None, :, :, None].expand(k, b, x.shape[1], self.shape[1])
         return table.scatter_add(2, index, g)
-
-    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
-        raise NotImplementedError("an embedding is never the last layer")
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of the gradients that are not zero: their data and table entries, ``[R]`` each, and values ``[K, R, D]``."""
@@ -196,9 +214,6 @@ class Embedding(NamedTuple):
         hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
         return _plus(total, (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0))
 
-    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        return _output_factor(g, sharing, total)
-
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         data, entries, sums = self.sums(x, g)
         each = torch.einsum("krd,lrd->rkl", sums * variance[entries], sums)
@@ -207,17 +222,13 @@ class Embedding(NamedTuple):
     def factors(self) -> list[tuple[int, int]]:
         return [(self.shape[0], 1), (self.shape[1], self.shape[1])]
 
-    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
-        return of_input, of_output
-
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         return self, x, g @ right
 
 
-class Vector(NamedTuple):
+@dataclass(frozen=True)
+class Vector(Kind):
     """A parameter of ``n`` numbers whose gradients are formed outright; ``x`` only says how many data there are."""
-
-    shape: tuple[int, int]
 
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         return g[..., None]
@@ -234,20 +245,8 @@ class Vector(NamedTuple):
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return plus_gram(total, g.flatten(0, 1))
 
-    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
-        return _covariance(self.rows(x, g), variance)
-
-    def factors(self) -> list[tuple[int, int]]:
-        return [(self.shape[0], self.shape[0])]
-
-    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
-        return of_output, of_input
-
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         return self, x, turned(g, left)
-
-
-Kind = Matrix | Grouped | Embedding | Vector
 
 
 def turned(x: Tensor, basis: Tensor) -> Tensor:
@@ -280,10 +279,6 @@ def _or_one(weight: Tensor) -> Tensor:
     return torch.where(weight > 0, weight, 1)
 
 
-def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
-    return torch.einsum("kbij,lbij->bkl", rows * variance, rows)
-
-
 def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
     """Square the gradients of shared weights, a block of data and one factor at a time: ``[O, I]``."""
     total = g.new_zeros(g.shape[3], x.shape[2])
@@ -293,13 +288,6 @@ def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
         for one in g[:, some]:
             total = total + torch.bmm(one.mT, x[some]).square_().sum(0)
     return total
-
-
-def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-    if sharing == "expand" and g.stride(-1) != 1:  # a convolution's: channels come first in memory
-        each = g.flatten(0, 1)
-        return _plus(total, torch.bmm(each.mT, each).sum(0))
-    return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
 
 
 def _summed_squares(g: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ class Affine:
         """
         numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
         weight = params[self.weight]
-        uses = [
-            Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)
-        ]
+        uses = [Use(numbers[id(weight)], 0, Matrix((weight.shape[0], weight.shape[1])), linear_canonical(), True)]
         seen = [x]
         if self.bias is not None:
             outputs = weight.shape[0]

@@ -266,8 +266,8 @@ class Taps(TorchFunctionMode):
         index = len(self.shapes)
         self.shapes.append((y.shape, y.dtype))
         if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
-            for candidate in given:
-                self.refuse(candidate.parameter, "its layer does not keep the data on the first axis")
+            leaves = [self.known[id(candidate.parameter)][0] for candidate in given if self.knows(candidate.parameter)]
+            self.untapped |= dict.fromkeys(leaves, "its layer does not keep the data on the first axis")
             self.outputs.append(y.new_zeros(0))  # the number of a tap is its place in these lists
             self._results.append(weakref.ref(y))
             return y
@@ -277,7 +277,7 @@ class Taps(TorchFunctionMode):
                 continue
             leaf = self.known[id(parameter)][0]
             other = next((use.kind for use in self.uses if use.leaf == leaf), kind)
-            if (type(other), other) != (type(kind), kind):
+            if other != kind:
                 self.untapped[leaf] = "its weights are tied: it is used in two ways, whose sum is no Kronecker product"
                 continue
             x = y.new_zeros(b) if x is None else x.detach()
@@ -296,10 +296,6 @@ class Taps(TorchFunctionMode):
 
     def knows(self, tensor: Any) -> bool:
         return id(tensor) in self.known
-
-    def refuse(self, parameter: Tensor, reason: str) -> None:
-        if self.knows(parameter):
-            self.untapped[self.known[id(parameter)][0]] = reason
 
     def _find(self, arguments: Any) -> list[tuple[Tensor, int, bool]]:
         found = []
@@ -359,7 +355,7 @@ def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> Cand
         return None
     transposed ^= taps.is_transposed(weight)
     rows, columns = weight.mT.shape if taps.is_transposed(weight) else weight.shape
-    return Candidate(weight, x, Matrix(transposed, (rows, columns)), linear_canonical(), features_last=True)
+    return Candidate(weight, x, Matrix((rows, columns), transposed), linear_canonical(), features_last=True)
 
 
 def linear_canonical() -> Canonical:
@@ -381,42 +377,42 @@ def _convolution(
     groups: int = 1,
 ) -> Any:
     y = func(input, weight, bias, stride, padding, dilation, groups)
-    spatial = weight.ndim - 2
-    if taps.knows(input) or y.ndim != weight.ndim:
-        return NotImplemented
-    bias_use = _shift_use(bias, (y.shape[1],) + (1,) * spatial)
-    if not taps.knows(weight):
-        return taps.tap(y, bias_use)
+    spatial, width = weight.ndim - 2, groups * weight.shape[1:].numel()
     kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
     pads = _pads(padding, kernel, dilation)
 
-    shape = (weight.shape[0], math.prod(weight.shape[1:]))
-    canonical = _split(
-        groups,
-        lambda x, b: _columns(x, kernel, stride, pads, dilation).reshape(b, -1, groups * shape[1]),
-        lambda x, g, b: g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2]),
-    )
-    return taps.tap(y, Candidate(weight, input, _matrix(False, shape, groups), canonical), bias_use)
+    def of_input(x: Tensor, b: int) -> Tensor:
+        return _columns(x, kernel, stride, pads, dilation).reshape(b, -1, width)
+
+    def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
+        return g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2])
+
+    return _convolved(taps, y, input, weight, bias, groups, False, Canonical(of_input, of_output))
 
 
-def _matrix(transposed: bool, shape: tuple[int, int], groups: int) -> Kind:
-    return Matrix(transposed, shape) if groups == 1 else Grouped(transposed, shape, groups)
-
-
-def _split(
+def _convolved(
+    taps: Taps,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     groups: int,
-    x_of: Callable[[Tensor, int], Tensor],
-    g_of: Callable[[Tensor, Tensor, int], Tensor],
-    unfolds: int = 0,
-) -> Canonical:
-    """Split the channels of (x, g) among groups, where there are any."""
-    if groups == 1:
-        return Canonical(x_of, g_of, unfolds)
-    return Canonical(
-        lambda x, b: x_of(x, b).unflatten(-1, (groups, -1)),
-        lambda x, g, b: g_of(x, g, b).unflatten(-1, (groups, -1)),
-        unfolds,
-    )
+    transposed: bool,
+    canonical: Canonical,
+) -> Any:
+    """Tap the output of a convolution, whose canonical (x, g) have the channels of all groups on the last axis."""
+    if taps.knows(x) or y.ndim != weight.ndim:
+        return NotImplemented
+    shape = weight.shape[0], weight.shape[1:].numel()
+    kind: Kind = Matrix(shape, transposed)
+    if groups > 1:
+        whole, kind = canonical, Grouped(shape, transposed, groups)
+        canonical = canonical._replace(
+            x=lambda x, b: whole.x(x, b).unflatten(-1, (groups, -1)),
+            g=lambda x, g, b: whole.g(x, g, b).unflatten(-1, (groups, -1)),
+        )
+    bias_use = _shift_use(bias, (y.shape[1],) + (1,) * (y.ndim - 2))
+    return taps.tap(y, Candidate(weight, x, kind, canonical), bias_use)
 
 
 def _transposed_convolution(
@@ -433,23 +429,19 @@ def _transposed_convolution(
 ) -> Any:
     """``y = fold(W^T x)``: at every position of the input a linear layer, whose outputs are added up where they overlap."""
     y = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    spatial = weight.ndim - 2
-    if taps.knows(input) or y.ndim != weight.ndim:
-        return NotImplemented
-    bias_use = _shift_use(bias, (y.shape[1],) + (1,) * spatial)
-    if not taps.knows(weight):
-        return taps.tap(y, bias_use)
+    spatial, width, inputs = weight.ndim - 2, groups * weight.shape[1:].numel(), weight.shape[0]
     kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
     pads = [(p, p - q) for p, q in zip(_each(padding, spatial), _each(output_padding, spatial))]
 
-    shape = (weight.shape[0], math.prod(weight.shape[1:]))
+    def of_input(x: Tensor, b: int) -> Tensor:
+        return x.flatten(2).mT.reshape(b, -1, inputs)
 
     def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
         columns = _columns(g.flatten(0, 1), kernel, stride, pads, dilation)
-        return columns.reshape(g.shape[0], b, -1, groups * shape[1])
+        return columns.reshape(g.shape[0], b, -1, width)
 
-    canonical = _split(groups, lambda x, b: x.flatten(2).mT.reshape(b, -1, shape[0]), of_output, math.prod(kernel))
-    return taps.tap(y, Candidate(weight, input, _matrix(True, shape, groups), canonical), bias_use)
+    canonical = Canonical(of_input, of_output, math.prod(kernel))
+    return _convolved(taps, y, input, weight, bias, groups, True, canonical)
 
 
 def _attention(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -585,34 +577,14 @@ def _embedding(
     return taps.tap(y, Candidate(weight, input, Embedding((rows, width)), canonical))
 
 
-def _batch_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(F.batch_norm, args, kwargs)
-    return _norm(taps, func, given, _channels(given["input"]))
-
-
-def _group_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(F.group_norm, args, kwargs)
-    return _norm(taps, func, given, _channels(given["input"]))
-
-
-def _layer_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(F.layer_norm, args, kwargs)
-    return _norm(taps, func, given, tuple(given["normalized_shape"]))
-
-
-def _rms_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(F.rms_norm, args, kwargs)
-    return _norm(taps, func, given, tuple(given["normalized_shape"]))
-
-
-def _channels(x: Tensor) -> tuple[int, ...]:
-    return (x.shape[1],) + (1,) * (x.ndim - 2)
-
-
-def _norm(taps: Taps, func: Any, given: dict[str, Any], aligned: tuple[int, ...]) -> Any:
-    if taps.knows(given["input"]):
+def _norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A norm over the last axes, or over others with weights for the channels, on axis 1."""
+    given = _bound(func, args, kwargs)
+    x = given["input"]
+    if taps.knows(x):
         return NotImplemented
     y, weight, bias = func(**given), given["weight"], given.get("bias")
+    aligned = tuple(given.get("normalized_shape", (x.shape[1], *[1] * (x.ndim - 2))))
     scale = None
     if taps.knows(weight):
         normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in given else {})})
@@ -696,10 +668,7 @@ _LAYERS: dict[Any, Any] = {
     Tensor.mm: _matmul,
     torch.addmm: _addmm,
     F.embedding: _embedding,
-    F.batch_norm: _batch_norm,
-    F.group_norm: _group_norm,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
+    **{function: _norm for function in (F.batch_norm, F.group_norm, F.layer_norm, F.rms_norm)},
     F.prelu: _prelu,
     F.multi_head_attention_forward: _attention,
     **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},

@@ -21,7 +21,48 @@ from bayesopt_chain.precision._algebra import (
 from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, require_positive, scaled, spread
 
 
-class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), Precision):
+class Diagonalised(Precision):
+    """Tensors of eigenvalues, one for each leaf, in a basis in which sums stay diagonal.
+
+    Attributes:
+        values: a tree of the structure of the params.
+    """
+
+    __slots__ = ()
+    values: Tree
+    _replace: Any  # of the named tuple
+
+    def add(self, other: Any) -> Any:
+        require_same_structure(self, other)
+        require_like(other.values, self.values, "the increment")
+        values = optree.tree_map(torch.add, self.values, other.values)
+        return self._replace(values=values, count=self.count + other.count)
+
+    def scale(self, factor: float | Tensor) -> Any:
+        return self._replace(values=scaled(self.values, factor), count=self.count * factor)
+
+    def add_diagonal(self, value: Any) -> Any:
+        leaves, structure = optree.tree_flatten(self.values)
+        sums = [leaf + d for leaf, d in zip(leaves, self._spread(value))]
+        return self._replace(values=optree.tree_unflatten(structure, sums))
+
+    def _spread(self, value: Any) -> list[Tensor]:
+        """What a diagonal adds to the eigenvalues of each leaf."""
+        return spread(value, self.values, "the diagonal")
+
+    def factorised(self) -> Any:
+        for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
+            require_positive(leaf, name)
+        return self
+
+    def logdet(self) -> Tensor:
+        return reduce(torch.add, (leaf.log().sum() for leaf in optree.tree_leaves(self.values)))
+
+    def entries(self) -> Tree:
+        return self.values
+
+
+class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), Diagonalised):
     """A diagonal precision.
 
     Attributes:
@@ -38,32 +79,11 @@ class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), P
 
     __slots__ = ()
 
-    def add(self, other: Diagonal) -> Diagonal:
-        require_same_structure(self, other)
-        require_like(other.values, self.values, "the increment")
-        return Diagonal(optree.tree_map(torch.add, self.values, other.values), self.count + other.count)
-
-    def scale(self, factor: float | Tensor) -> Diagonal:
-        return Diagonal(scaled(self.values, factor), self.count * factor)
-
-    def add_diagonal(self, value: Any) -> Diagonal:
-        leaves, structure = optree.tree_flatten(self.values)
-        sums = [leaf + d for leaf, d in zip(leaves, spread(value, self.values, "the diagonal"))]
-        return Diagonal(optree.tree_unflatten(structure, sums), self.count)
-
-    def factorised(self) -> Diagonal:
-        for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
-            require_positive(leaf, name)
-        return self
-
     def solve(self, tree: Tree) -> Tree:
         return like(optree.tree_map(torch.div, tree, self.values), tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
         return like(optree.tree_map(lambda x, v: x / v.sqrt(), tree, self.values), tree)
-
-    def logdet(self) -> Tensor:
-        return reduce(torch.add, (leaf.log().sum() for leaf in optree.tree_leaves(self.values)))
 
     def diag(self) -> Tree:
         return self.values

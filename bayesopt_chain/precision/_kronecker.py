@@ -16,7 +16,7 @@ K-FAC: Martens and Grosse 2015; Laplace with it: Ritter et al. 2018.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -29,8 +29,9 @@ from bayesopt_chain.precision._algebra import (
     like,
     require_same_structure,
 )
+from bayesopt_chain.precision._diagonal import Diagonalised
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, paths, require_like, require_positive, scaled, spread
+from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
 
 
 class _Kronecker(NamedTuple):
@@ -89,18 +90,12 @@ class Kronecker(_Kronecker, Precision):
         require_like(other.like, self.like, "the increment")
         require_like(other.right, self.right, "the increment's Kronecker factor")
 
-        made: dict[tuple[int, int], Tensor] = {}
-
+        @cache  # leaves of one layer may share a factor
         def weighted(a: Tensor, b: Tensor) -> Tensor:
-            if (id(a), id(b)) not in made:  # leaves of one layer may share a factor
-                made[id(a), id(b)] = a * self.weight.to(a) + b * other.weight.to(b)
-            return made[id(a), id(b)]
-
-        def sums(a: Tree, b: Tree) -> Tree:
-            return optree.tree_map(weighted, a, b)
+            return a * self.weight.to(a) + b * other.weight.to(b)
 
         diagonal = optree.tree_map(torch.add, self.diagonal, other.diagonal)
-        left, right = sums(self.left, other.left), sums(self.right, other.right)
+        left, right = (optree.tree_map(weighted, a, b) for a, b in zip(self[:2], other[:2]))
         data = self.weight * self.data + other.weight * other.data
         return Kronecker(left, right, diagonal, self.like, data, seen=self.count + other.count)
 
@@ -128,22 +123,15 @@ class Kronecker(_Kronecker, Precision):
             tensor([[2.],
                     [2.]])
         """
-        structure = optree.tree_structure(self.like)
-        lefts, rights, values = [], [], []
-        made: dict[int, tuple[Tensor, Tensor]] = {}
+        decomposed = cache(_eigh)  # leaves of one layer may share a factor
 
-        def decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
-            if id(factor) not in made:  # leaves of one layer may share a factor
-                made[id(factor)] = _eigh(factor)
-            return made[id(factor)]
+        def eigenvalues(left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
+            products = torch.outer(decomposed(left)[0], decomposed(right)[0])
+            return products * self._per_datum(products) + delta
 
-        for left, right, delta in zip(*map(optree.tree_leaves, self[:3])):
-            (l, u), (r, v) = decomposed(left), decomposed(right)
-            lefts.append(u)
-            rights.append(v)
-            values.append(torch.outer(l, r) * self._per_datum(l) + delta)
-        left, right, eigenvalues = (optree.tree_unflatten(structure, leaves) for leaves in (lefts, rights, values))
-        return Eigenbasis(left, right, eigenvalues, self.like, self.count)
+        values = optree.tree_map(eigenvalues, *self[:3])
+        left, right = (optree.tree_map(lambda factor: decomposed(factor)[1], factors) for factors in self[:2])
+        return Eigenbasis(left, right, values, self.like, self.count)
 
     def factorised(self) -> Eigenbasis:
         return self.eigenbasis().factorised()
@@ -167,7 +155,7 @@ class Kronecker(_Kronecker, Precision):
 
 class Eigenbasis(
     NamedTuple("_Eigenbasis", [("left", Tree), ("right", Tree), ("values", Tree), ("like", Tree), ("count", Tensor)]),
-    Precision,
+    Diagonalised,
 ):
     """A Kronecker precision in its eigenbasis, decomposed once.
 
@@ -198,21 +186,10 @@ class Eigenbasis(
                     "the two precisions live in different eigenbases: build all EKFAC increments with one basis=, "
                     "and for Kronecker factors carry the accumulating state on instead of adding posteriors"
                 )
-        values = optree.tree_map(torch.add, self.values, other.values)
-        return self._replace(values=values, count=self.count + other.count)
+        return super().add(other)
 
-    def scale(self, factor: float | Tensor) -> Eigenbasis:
-        return self._replace(values=scaled(self.values, factor), count=self.count * factor)
-
-    def add_diagonal(self, value: Any) -> Eigenbasis:
-        leaves, structure = optree.tree_flatten(self.values)
-        sums = [leaf + d for leaf, d in zip(leaves, _scalars(value, self.like))]
-        return self._replace(values=optree.tree_unflatten(structure, sums))
-
-    def factorised(self) -> Eigenbasis:
-        for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
-            require_positive(leaf, name)
-        return self
+    def _spread(self, value: Any) -> list[Tensor]:
+        return _scalars(value, self.like)
 
     def solve(self, tree: Tree) -> Tree:
         def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
@@ -228,14 +205,8 @@ class Eigenbasis(
 
         return like(_as_leaves(optree.tree_map(leaf, _as_matrices(tree, self), *self[:3]), self.like), tree)
 
-    def logdet(self) -> Tensor:
-        return reduce(torch.add, (leaf.log().sum() for leaf in optree.tree_leaves(self.values)))
-
     def diag(self) -> Tree:
         return self._diagonal_of(self.values)
-
-    def entries(self) -> Tree:
-        return self.values
 
     def inverse_diag(self) -> Tree:
         return self._diagonal_of(optree.tree_map(torch.reciprocal, self.values))
