@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random._triton import Value, constexpr, jit, tl
 from bayesopt_chain.random.compiled import require_memory
-from bayesopt_chain.random.philox_cuda import RUN, first_element, four_normals
+from bayesopt_chain.random.philox_cuda import RUN, Value, constexpr, first_element, four_normals, jit, tl
 
 
 @jit

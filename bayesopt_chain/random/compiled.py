@@ -13,9 +13,9 @@ user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayes
   dynamic loader maps a file that was cut short without a look, and the process dies at the first page that is missing.
 
 A library that fails the second check is compiled again and replaced. Where the folder fails the first, a fresh private one is
-made for this process and removed at its end, with a warning. Files are written under another name, flushed to the disk and
-renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell. The
-libraries of a wheel have no digest of ours: installers compare every file of a wheel with the list in it.
+made for this process and removed at its end, with a warning. Libraries are compiled in a folder of their own and renamed, so
+that a reader sees a whole one or none. Paths are arguments of the compiler, never words of a shell. The libraries of a wheel
+have no digest of ours: installers compare every file of a wheel with the list in it.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ def _load_compiled(source: Path) -> ctypes.CDLL:
         if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
             return ctypes.CDLL(str(library))
         library.unlink()  # a process that has loaded it keeps what it has mapped
-    with tempfile.TemporaryDirectory(prefix="kept-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="made-", dir=folder) as scratch:
         made = Path(scratch) / "library.so"
         build(text, compiler, made)
+        made.chmod(0o700)  # whatever the umask says, since nobody else may write to it
         library = folder / f"{name}-{_content(made)}.so"
         os.replace(made, library)
     return ctypes.CDLL(str(library))
@@ -196,30 +197,21 @@ def is_own_file(path: Path) -> bool:
 def build(source: str, compiler: Sequence[str], library: Path, optional: Sequence[Sequence[str]] = _OPTIONAL) -> None:
     """Compile ``source`` into ``library``, with the first of ``optional`` that the compiler takes.
 
-    The file appears complete or not at all.
-
     Raises:
         CompileError: with the first line of what the compiler says.
     """
-    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as scratch:
-        code, made = Path(scratch) / "source.cpp", Path(scratch) / "library.so"
-        code.write_text(source)
-        said = ""
-        for extra in optional:
-            command = [*compiler, *_FLAGS, *extra, "-o", str(made), str(code)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
-            except (OSError, subprocess.TimeoutExpired) as err:
-                raise CompileError(f"{compiler[0]}: {err}") from err
-            if done.returncode == 0:
-                made.chmod(0o700)
-                with open(made, "rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(made, library)
-                return
-            lines = done.stderr.strip().splitlines()
-            said = next((line for line in lines if "error" in line), lines[0] if lines else "it failed without a word")
-        raise CompileError(f"{compiler[0]}: {said[:300]}")
+    said = ""
+    for extra in optional:
+        command = [*compiler, *_FLAGS, *extra, "-o", str(library), "-x", "c++", "-"]
+        try:
+            done = subprocess.run(command, input=source, capture_output=True, text=True, errors="replace", timeout=300)
+        except (OSError, subprocess.TimeoutExpired) as err:
+            raise CompileError(f"{compiler[0]}: {err}") from err
+        if done.returncode == 0:
+            return
+        lines = done.stderr.strip().splitlines()
+        said = next((line for line in lines if "error" in line), lines[0] if lines else "it failed without a word")
+    raise CompileError(f"{compiler[0]}: {said[:300]}")
 
 
 def require_memory(
@@ -245,8 +237,6 @@ def require_memory(
         if x.element_size() != 8 or x.is_floating_point() or x.device != device or x.shape not in shapes:
             either = " or ".join(map(str, shapes))
             raise ValueError(f"{who}: {name} must be int64 of shape {either} on {device}, got {_told(x)}")
-    if len(dense) < 2:
-        return
     spans = sorted([(x.data_ptr(), x.data_ptr() + x.nbytes, name) for name, (x, *_) in dense.items()])
     for (_, end, a), (start, _, b) in pairwise(spans):
         if start < end:

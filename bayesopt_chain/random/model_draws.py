@@ -11,8 +11,8 @@ intercepted, and take their numbers from the same generator, whose state is carr
 
 so that a chain among many, or in a captured step, drops the units that it would drop alone. On a device, in plain code too, a
 call takes its numbers from Philox instead, under its place among the step's calls. Operations that draw inside themselves
-(fused attention, the dropout of an LSTM) and other functions that draw (``torch.normal``, ``x.uniform_()``) are not intercepted
-and are refused there.
+(fused attention, the dropout of an LSTM) and other functions that draw (``torch.normal``, ``F.alpha_dropout``,
+``x.uniform_()``) are not intercepted and are refused there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import draw_number, seed_of
 
 SALT = 0x6D6F64656C  # keeps the model's draws apart from the noise of the same key
-SELU_SCALE = 1.7580993408473766  # of alpha dropout: minus the limit of SELU towards minus infinity
 
 
 def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[Any]:
@@ -181,49 +180,36 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ..
 STATE_BYTES = torch.Generator().get_state().numel()
 
 
-def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: bool, **named: bool) -> Tensor:
+def _dropout(
+    keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Take the place of torch's dropouts, with the numbers and the arithmetic that torch has on a CPU."""
-    training, inplace = _flags(func, flags, named)
     if not training or not 0 < p < 1 or not input.numel():
-        return func(input, p, *flags, **named)
-    name = func.__name__.removesuffix("_")
-    keyed.require_own_key(name, input)
+        return func(input, p, training, inplace)
+    keyed.require_own_key(func.__name__, input)
     shape, lift = input.shape, False
-    if name in FEATURES:
-        lift = input.ndim == FEATURES[name]  # one datum, without the axis that numbers data
+    if func in FEATURES:
+        lift = input.ndim == FEATURES[func]  # one datum, without the axis that numbers data
         full = (1, *shape) if lift else shape
         if len(full) < 2:
-            raise RuntimeError(f"{name}: input of {input.ndim} axes has no features to drop")
+            raise RuntimeError(f"{func.__name__}: input of {input.ndim} axes has no features to drop")
         shape = (*full[:2], *[1] * (len(full) - 2))
     noise = keyed.draw("bernoulli", shape, 1 - p, input.dtype, input.device)
-    noise = noise[0] if lift else noise
+    noise = (noise[0] if lift else noise).div(1 - p)
     # noise with a ``vmap`` axis that the input lacks does not fit into the input's memory
     into = inplace and not (tracing.batch_levels(noise) - tracing.batch_levels(input))
-    if "alpha" not in name:
-        noise = noise.div(1 - p)
-        return input.mul_(noise) if into else input.mul(noise)
-    a = 1.0 / math.sqrt((SELU_SCALE * SELU_SCALE * p + 1) * (1 - p))
-    shift = noise.add(-1).mul(SELU_SCALE * a).add(SELU_SCALE * a * p)
-    noise = noise.mul(a)
-    return input.mul_(noise).add_(shift) if into else input.mul(noise).add(shift)
-
-
-def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bool, bool]:
-    """Whether a dropout is active, and whether it works in place.
-
-    ``torch.nn.functional`` has the arguments ``training`` and ``inplace``; the functions of ``torch`` call the first ``train``
-    and mark the second by an underscore at the end of their name.
-    """
-    given = dict(zip(("training", "inplace"), flags)) | named
-    default = func is not F.alpha_dropout and func is not F.feature_alpha_dropout
-    training = given.get("training", given.get("train", default))
-    return bool(training), bool(given.get("inplace", func.__name__.endswith("_")))
+    return input.mul_(noise) if into else input.mul(noise)
 
 
 def _numbers(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
-    """Take the place of ``torch.rand``, ``torch.randn`` and the two with ``_like``, which take a shape in several forms."""
+    """Take the place of ``torch.rand``, ``torch.randn`` and the two with ``_like``, which take a shape in several forms.
+
+    Raises:
+        RuntimeError: arguments that name another source of numbers, or another place for them.
+    """
     name, shape = func.__name__, size
-    _require_plain_call(func, rest)
+    if rest.get("generator") is not None or rest.get("out") is not None or rest.get("requires_grad"):
+        raise RuntimeError(f"torch.{name}: with generator=, out= or requires_grad= it takes no key of the chain's")
     if name.endswith("_like"):
         like = rest["input"] if "input" in rest else size[0]
         keyed.require_own_key(name, like)
@@ -233,18 +219,6 @@ def _numbers(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any
     where = torch.get_default_device() if device is None else torch.device(device)
     kind = "normal" if name.startswith("randn") else "uniform"
     return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
-
-
-def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
-    """Refuse arguments that name another source of numbers, or another place for them.
-
-    Raises:
-        RuntimeError: naming the function.
-    """
-    if rest.get("generator") is not None or rest.get("out") is not None or rest.get("requires_grad"):
-        raise RuntimeError(
-            f"torch.{func.__name__}: with generator=, out= or requires_grad= it takes no key of the chain's"
-        )
 
 
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,20 +237,11 @@ _REFUSED = (
     "draws inside one fused operation, which takes no key of the chain's; give the layer dropout=0, with dropout layers beside "
     "it, or, on a CPU, run the chains one after the other (bc.parallel(step, n, loop=True), uncaptured)"
 )
-FEATURES = {  # how many axes an input has that is one datum without an axis for data; 0 where torch takes no such input
-    "dropout1d": 2, "dropout2d": 0, "dropout3d": 4, "feature_dropout": 0, "feature_alpha_dropout": 0,
-}  # fmt: skip
+# how many axes an input has that is one datum without an axis for data; 0 where torch takes no such input
+FEATURES = {F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
 _T: Any = torch
-_DROPOUTS = [
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(
-        getattr(_T, name + end)
-        for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-        for end in ("", "_")
-    ),
-]
 CAUGHT: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_DROPOUTS, _dropout),
+    **dict.fromkeys([F.dropout, *FEATURES], _dropout),
     **dict.fromkeys([torch.rand_like, torch.randn_like, torch.rand, torch.randn], _numbers),
     **dict.fromkeys([_T.lstm, _T.gru, _T.rnn_tanh, _T.rnn_relu], _recurrent),
 }

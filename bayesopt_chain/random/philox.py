@@ -9,15 +9,15 @@ is some runs of it. So a shard's noise is cut from the noise of the leaf, and no
 One Philox block is four words, hence four normals:
 
     normals          element ``e`` is normal ``e >> 6 & 3`` of block ``64 (e >> 8) + (e & 63)``
-    other variables  element ``e`` is word ``e & 3`` of block ``e >> 2``
+    uniforms         element ``e`` is word ``e & 3`` of block ``e >> 2``
 
 Runs of 64 neighbouring normals come from 64 neighbouring blocks, which is what vector units and warps want. No element
 depends on how many there are. A block's number has 32 bits, so that elements from ``2^34`` on have no number.
 
 Normals are one operation, ``torch.ops.bayesopt_chain.philox_normals``: on a CPU a C++ kernel
 (:mod:`bayesopt_chain.random.philox_cpu`), on a CUDA device a Triton kernel (:mod:`bayesopt_chain.random.philox_cuda`) for
-float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`). Other variables are these tensor
-operations everywhere, and one operation for compiled graphs too (``philox_others``), since torch's compiler vectorises their
+float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`). Uniforms are these tensor
+operations everywhere, and one operation for compiled graphs too (``philox_uniforms``), since torch's compiler vectorises their
 integers wrongly on some processors.
 """
 
@@ -43,7 +43,7 @@ Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf'
 _MASK = 0xFFFFFFFF
 # elements that tensor operations treat at once: few calls for short runs, and long runs stay in cache
 _TOGETHER = 2**15
-_functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
+_functions: Any = torch  # ``broadcast_shapes`` carries no types
 
 
 class Elements(NamedTuple):
@@ -127,28 +127,11 @@ def draw_elements(
         True
     """
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    traced, starts = is_traced(), elements.starts
-    if kind == "gaussian" and traced and not starts and _goes_into_the_graph(key, real):
-        each = [Elements((), (n,), (draw,), (n,)) for n, draw in zip(elements.lengths, elements.draws)]
-        return [in_tensors(key, step, one, real).to(dtype) for one in each]
-    ops, numbers = torch.ops.bayesopt_chain, (starts, elements.lengths, elements.draws)
-    flat: Tensor = (
-        ops.philox_normals(key, step, *numbers, real)
-        if kind == "gaussian"
-        else ops.philox_others(key, step, *numbers, real, kind)
-    )
-    flat = flat.to(dtype)
-    parts: Sequence[Tensor] = (flat,) if len(elements.sizes) == 1 else _functions.split(flat, elements.sizes, -1)
-    return [x.clone() for x in parts] if traced else [*parts]  # in a graph a write to one would rewrite them all
-
-
-def _goes_into_the_graph(key: Tensor, real: torch.dtype) -> bool:
-    """Whether a traced draw is written out in tensor operations: what has no kernel.
-
-    Not on a CPU, however few the elements: there torch's compiler vectorises these integer operations wrongly (torch 2.13, 20
-    elements: lanes 3 to 15 of 16 get other words), while the kernel draws what an uncompiled step draws.
-    """
-    return not (key.device.type == "cpu" or (key.device.type == "cuda" and real == torch.float32 and has_triton()))
+    ops = torch.ops.bayesopt_chain
+    draw = ops.philox_normals.default if kind == "gaussian" else ops.philox_uniforms.default
+    flat: Tensor = draw(key, step, *elements[:3], real).to(dtype)
+    parts: Sequence[Tensor] = (flat,) if len(elements.sizes) == 1 else flat.split_with_sizes(elements.sizes, -1)
+    return [x.clone() for x in parts] if is_traced() else [*parts]  # in a graph a write to one would rewrite them all
 
 
 @cache
@@ -191,7 +174,7 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
 def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype, kind: str = "gaussian") -> Tensor:
     """The elements by tensor operations, for any device: ``[*chains, elements]``, leaf behind leaf.
 
-    Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four other variables. Every run
+    Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four uniforms. Every run
     is computed from the group of its first element to that of its last, all runs at once, and its elements are picked out.
     """
     starts, lengths, draws, _ = elements
@@ -225,26 +208,17 @@ def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype,
 _library: Any = torch.library  # its functions carry no types
 _OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")
 _ARGUMENTS = "Tensor key, Tensor step, int[] starts, int[] lengths, int[] draws"  # the fields of Elements
-_OPS.define(f"philox_normals({_ARGUMENTS}, ScalarType dtype) -> Tensor")
-_OPS.define(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()")
-_OPS.define(f"philox_others({_ARGUMENTS}, ScalarType dtype, str kind) -> Tensor")
 
 
 def _room(
-    key: Tensor,
-    step: Tensor,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    draws: Sequence[int],
-    dtype: torch.dtype,
-    kind: str = "gaussian",
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """An empty tensor for the elements; where keys or steps have axes for chains, it has them in front."""
     chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
     return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
 
 
-def _drawn(
+def _normals(
     key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     out = _room(key, step, starts, lengths, draws, dtype)
@@ -269,29 +243,24 @@ def _fill(
         out.copy_(in_tensors(key, step, elements, out.dtype).view(out.shape))
 
 
-def _others(
-    key: Tensor,
-    step: Tensor,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    draws: Sequence[int],
-    dtype: torch.dtype,
-    kind: str,
+def _uniforms(
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    return in_tensors(key, step, Elements(tuple(starts), tuple(lengths), tuple(draws), ()), dtype, kind)
+    return in_tensors(key, step, Elements(tuple(starts), tuple(lengths), tuple(draws), ()), dtype, "uniform")
 
 
 def _leave(out: Tensor, *rest: Any) -> None:
     """Stand in for :func:`_fill` where tensors have no numbers to be written (fake tensors, ``meta``)."""
 
 
-for _device in ("CPU", "CUDA"):
-    _OPS.impl("philox_normals", _drawn, _device)
-    _OPS.impl("philox_normals_", _fill, _device)
-    _OPS.impl("philox_others", _others, _device)
-_library.register_fake("bayesopt_chain::philox_normals", _room, lib=_OPS)
-_library.register_fake("bayesopt_chain::philox_normals_", _leave, lib=_OPS)
-_library.register_fake("bayesopt_chain::philox_others", _room, lib=_OPS)
+def _register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Define an operation with one function for both devices, and one for tensors without numbers; returns its name."""
+    _OPS.define(schema)
+    name = schema.partition("(")[0]
+    for device in ("CPU", "CUDA"):
+        _OPS.impl(name, function, device)
+    _library.register_fake(f"bayesopt_chain::{name}", fake, lib=_OPS)
+    return name
 
 
 def _register_vmap(name: str) -> None:
@@ -306,5 +275,6 @@ def _register_vmap(name: str) -> None:
     _library.register_vmap(f"bayesopt_chain::{name}", stacked, lib=_OPS)
 
 
-for _name in ("philox_normals", "philox_others"):
-    _register_vmap(_name)
+_register(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()", _fill, _leave)
+_register_vmap(_register(f"philox_normals({_ARGUMENTS}, ScalarType dtype) -> Tensor", _normals, _room))
+_register_vmap(_register(f"philox_uniforms({_ARGUMENTS}, ScalarType dtype) -> Tensor", _uniforms, _room))

@@ -10,7 +10,6 @@ every other back end's; in float64 they are libm's. The kernel is compiled at th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,39 +48,38 @@ def total_of(starts: tuple[int, ...], lengths: tuple[int, ...], draws: tuple[int
     return sum(lengths)
 
 
-@cache
-def normals_kernel() -> Callable[..., None] | None:
-    """``fill(out, keys, steps, starts, lengths, draws)``, or ``None``, with one warning that says why, where nothing compiles.
+class NormalsKernel:
+    """The kernel: called with tensors it fills the first of them; bound to tensors it is a call to be made again and again.
 
     ``out`` is contiguous, float32 or float64, ``[..., sum(lengths)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
     row of it. The rest are tuples with one entry a run, or no entries where all ``starts`` are 0.
     """
-    try:
-        library = compiled.load(_SOURCE)
-    except (compiled.CompileError, OSError) as err:
-        checks.warn(
-            f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
-            "Install g++ or clang, or set CXX"
-        )
-        return None
-    kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    for kernel in kernels.values():
-        kernel.restype = None
-        kernel.argtypes = [
-            *(pointer, pointer, integer, pointer, integer, integer),
-            *(pointer, pointer, integer, pointer, integer),
-        ]
 
-    @cache
-    def array(numbers: tuple[int, ...]) -> Any:
-        """The numbers as C takes them, made once: a step draws the same elements as the one before."""
-        return (integer * len(numbers))(*numbers) if numbers else None
+    def __init__(self, library: Any) -> None:
+        self.kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
+        self.of_lanes = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        for kernel in self.kernels.values():
+            kernel.restype = None
+            kernel.argtypes = [
+                *(pointer, pointer, integer, pointer, integer, integer),
+                *(pointer, pointer, integer, pointer, integer),
+            ]
 
-    def address(numbers: tuple[int, ...]) -> int:
-        return ctypes.addressof(array(numbers)) if numbers else 0
+    def __call__(
+        self,
+        out: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        draws: tuple[int, ...],
+    ) -> None:
+        """Fill ``out``."""
+        self.bound(out, keys, steps, starts, lengths, draws)()
 
-    def call_of(
+    def bound(
+        self,
         out: Tensor,
         keys: Tensor,
         steps: Tensor,
@@ -91,52 +89,51 @@ def normals_kernel() -> Callable[..., None] | None:
     ) -> Call:
         """The call, once its arguments fit each other; these very tensors have to stay where they are."""
         rows = out.shape[:-1].numel()
-        dtype = out.dtype if out.dtype in kernels else torch.float32
+        dtype = out.dtype if out.dtype in self.kernels else torch.float32
         memory, shapes = {"out": (out, dtype, rows * total_of(starts, lengths, draws))}, ((), (rows,))
         require_memory("philox", _CPU, memory, keys=(keys, shapes), steps=(steps, shapes))
         keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
         stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
-        known = out.data_ptr(), *keyed, *stepped, rows, address(starts), address(lengths), len(lengths), address(draws)
-        return Call(kernels[dtype], (*known, torch.get_num_threads() if out.numel() > _PARALLEL else 1))
+        runs = _address(starts), _address(lengths), len(lengths), _address(draws)
+        threads = torch.get_num_threads() if out.numel() > _PARALLEL else 1
+        return Call(self.kernels[dtype], (out.data_ptr(), *keyed, *stepped, rows, *runs, threads))
 
-    def fill(
-        out: Tensor,
-        keys: Tensor,
-        steps: Tensor,
-        starts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        draws: tuple[int, ...],
-    ) -> None:
-        if keys.ndim or steps.ndim or out.ndim != 1:
-            call_of(out, keys, steps, starts, lengths, draws)()
-            return
-        # one chain, in every step: what call_of compares, at less of its time
-        total = total_of(starts, lengths, draws)
-        cpu = out.is_cpu and keys.is_cpu and steps.is_cpu and out.is_contiguous()
-        if not cpu or out.dtype not in kernels or out.numel() != total or not keys.dtype == steps.dtype == torch.int64:
-            call_of(out, keys, steps, starts, lengths, draws)  # says what does not fit
-        kernels[out.dtype](
-            *(out.data_ptr(), keys.data_ptr(), 0, steps.data_ptr(), 0, 1),
-            *(array(starts), array(lengths), len(lengths), array(draws)),
-            torch.get_num_threads() if total > _PARALLEL else 1,
-        )
-
-    def in_lanes(out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]) -> Call:
+    def in_lanes(
+        self, out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]
+    ) -> Call:
         """The call that fills these very tensors with whole leaves of many chains.
 
         ``out`` is ``[sum(lengths), chains]``: the same element of all chains lies together, for vector units.
         """
-        dtype, chains = out.dtype if out.dtype in kernels else torch.float32, out.shape[-1]
+        dtype, chains = out.dtype if out.dtype in self.of_lanes else torch.float32, out.shape[-1]
         memory = {
             "out": (out, dtype, total_of((), lengths, draws) * chains),
             "keys": (keys, torch.int64, chains),
             "steps": (steps, torch.int64, chains),
         }
         require_memory("philox in lanes", _CPU, memory)
-        kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[dtype]
         where = out.data_ptr(), keys.data_ptr(), steps.data_ptr()
-        return Call(kernel, (*where, chains, address(lengths), len(lengths), address(draws)))
+        return Call(self.of_lanes[dtype], (*where, chains, _address(lengths), len(lengths), _address(draws)))
 
-    fill.bound = call_of  # pyright: ignore[reportFunctionMemberAccess]
-    fill.in_lanes = in_lanes  # pyright: ignore[reportFunctionMemberAccess]
-    return fill
+
+@cache
+def _array(numbers: tuple[int, ...]) -> Any:
+    """The numbers as C takes them, made once: a step draws the same elements as the one before."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _address(numbers: tuple[int, ...]) -> int:
+    return ctypes.addressof(_array(numbers)) if numbers else 0
+
+
+@cache
+def normals_kernel() -> NormalsKernel | None:
+    """The kernel, or ``None``, with one warning that says why, where nothing compiles."""
+    try:
+        return NormalsKernel(compiled.load(_SOURCE))
+    except (compiled.CompileError, OSError) as err:
+        checks.warn(
+            f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
+            "Install g++ or clang, or set CXX"
+        )
+    return None

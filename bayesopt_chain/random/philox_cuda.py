@@ -6,19 +6,32 @@ are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of eve
 
 The 64 blocks ``64 g .. 64 g + 63`` hold the normals of the elements ``256 g .. 256 g + 255``: a run is computed from the blocks
 of its first element to those of its last, and its own elements are stored.
+
+Triton's functions carry no types. A kernel's arguments are ``Value``: any type to a type checker, and to Triton's compiler,
+which reads annotations, a name of its own.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
+import triton  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
+from triton.language import constexpr as constexpr  # pyright: ignore[reportMissingTypeStubs]
 
-from bayesopt_chain.random._triton import Value, constexpr, jit, tl
 from bayesopt_chain.random.compiled import require_memory
 from bayesopt_chain.random.philox_cpu import total_of
+
+_triton: Any = triton
+tl, jit = _triton.language, _triton.jit
+
+if TYPE_CHECKING:
+    Value = Any
+else:
+    Value = tl.tensor
 
 RUN = 64  # neighbouring elements that come from neighbouring blocks, as in bayesopt_chain.random.philox
 

@@ -74,7 +74,7 @@ class NormalProbe(TorchDispatchMode):
             self.drawn += n
             mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
             drawn.copy_(mean + std * fresh.reshape(drawn.shape))
-        elif name == "philox_others" or torch.Tag.nondeterministic_seeded in func.tags:
+        elif name == "philox_uniforms" or torch.Tag.nondeterministic_seeded in func.tags:
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )

@@ -794,7 +794,7 @@ TYPES = [
     (lambda: bc.make_step(None, torch.nn.ReLU()), "make_step: tx must be a gradient transformation, got ReLU"),
     (
         lambda: stationary_covariance(samplers.lattice_walk(0.1, temperature=1.0), torch.eye(1, dtype=torch.float64)),
-        "draws philox_others, which is not a normal",
+        "draws philox_uniforms, which is not a normal",
     ),
 ]
 

@@ -18,17 +18,14 @@ KEYS, COUNTS = torch.tensor([5, 7, 9]), torch.tensor([0, 1, 2])
 MODELS = {
     "dropout": lambda x: F.dropout(F.dropout(x, 0.3), 0.5),
     "dropout in place": lambda x: F.dropout(x * 1, 0.4, True, True),
-    "torch.dropout": lambda x: torch.dropout(x, 0.3, True),
     "dropout1d": lambda x: F.dropout1d(x[..., None] * torch.ones(4), 0.4).sum(-1),
     "dropout1d of one datum": lambda x: F.dropout1d(x, 0.4),
     "dropout2d": lambda x: F.dropout2d(x[..., None, None] * torch.ones(2, 2), 0.4).sum((-1, -2)),
     "dropout3d": lambda x: F.dropout3d(x[..., None, None, None] * torch.ones(2, 2, 2), 0.4).sum((-1, -2, -3)),
     "dropout3d of one datum": lambda x: F.dropout3d(x[..., None, None] * torch.ones(2, 2), 0.4).sum((-1, -2)),
-    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, True),
-    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x[..., None] * torch.ones(3), 0.4, True).sum(-1),
     "randn_like": lambda x: x * torch.randn_like(x) + torch.rand_like(x),
     "factories": lambda x: x * torch.rand(5, 6) + torch.randn((5, 6), dtype=x.dtype),
-    "a mixture": lambda x: F.dropout(x, 0.2) * torch.randn_like(x) + F.alpha_dropout(x, 0.1, True),
+    "a mixture": lambda x: F.dropout(x, 0.2) * torch.randn_like(x) + F.dropout(x, 0.1),
 }
 
 
@@ -76,7 +73,7 @@ def test_where_calls_are_intercepted_others_draw_from_torchs_generator_as_withou
 def test_dropout_that_is_off_draws_nothing():
     x, key, count = torch.randn(5, 6), torch.tensor(3), torch.tensor(0)
     with Keyed(key, count) as keyed:
-        assert F.dropout(x, 0.5, training=False) is x and F.alpha_dropout(x, 0.5) is x and F.dropout(x, 0.0) is x
+        assert F.dropout(x, 0.5, training=False) is x and F.dropout(x, 0.0) is x
         assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x)) and nn.Dropout(0.5).eval()(x) is x
         assert [*keyed.states] == [0] and not torch.default_generator.initial_seed()
         with pytest.raises(ValueError, match="probability"):
@@ -115,6 +112,7 @@ def test_draws_inside_fused_operations_are_refused():
     for model, words in (
         (lambda x: attention(x, x, x)[0], "randomness error mode"),
         (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2), "randomness error mode"),
+        (lambda x: F.alpha_dropout(x, 0.2, training=True), "randomness error mode"),
         (lambda x: lstm(x)[0], r"lstm with dropout 0\.3 draws inside.*loop=True"),
     ):
         with pytest.raises(RuntimeError, match=words):
