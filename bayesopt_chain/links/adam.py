@@ -92,7 +92,7 @@ class TwoMoments(Link):
         self, g: Leaves, state: ScaleByAdamState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, ScaleByAdamState]:
         # First the second moment learns from the clean gradients, then the noise enters, then the first moment averages both.
-        nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
+        (nu,) = averaged([state.nu], lambda op: [self.second(g, state.nu, op)], state.count, self.freeze_after, op)
         count = op.count(state.count)
         scales = self.scales(nu, count, op)
         g = context.with_noise(lambda: self.denominators(scales))

@@ -29,7 +29,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import HoldsTree, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
+from bayesopt_chain.links.weight_decay import AddDecayedWeights, params_of, require_first
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.modules.functional import inner_of
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
@@ -104,7 +104,7 @@ class AddDiagonalPrior(Prior):
         return PriorState(mean, precision)
 
     def update(self, g: Leaves, state: PriorState, op: TensorOps, context: LinkContext) -> tuple[Leaves, PriorState]:
-        pull = [(p - m) * d for p, m, d in zip(_params(context, op), *state)]
+        pull = [(p - m) * d for p, m, d in zip(params_of(context, op), *state)]
         return op.add(g, pull, alpha=1 / self.n), state
 
     def __str__(self) -> str:
@@ -139,17 +139,12 @@ class AddGaussianPrior(Prior):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         mean, structure = optree.tree_flatten(self.mean)
-        moved = structure.unflatten([p - m for p, m in zip(_params(context, op), mean)])
+        moved = structure.unflatten([p - m for p, m in zip(params_of(context, op), mean)])
         pull = [y.to(x.dtype) for x, y in zip(g, optree.tree_leaves(self.precision.times(moved)))]
         return op.add(g, pull, alpha=1 / self.n), state
 
     def __str__(self) -> str:
         return f"add_gaussian_prior({type(self.precision).__name__}, n={self.n:g})"
-
-
-def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:
-    """The parameters; in place detached, since otherwise autograd would record the gradient that they are written into."""
-    return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
 
 
 def fan_in(module: nn.Module) -> dict[str, float]:

@@ -78,7 +78,7 @@ def running_rms(
         >>> bc.scale_by_preconditioner(bc.links.running_rms(0.9, freeze_after=100))
         scale_by_rms(decay=0.9, eps=1e-08, freeze_after=100)
     """
-    return RunningScale(False, decay, eps, initial_scale, freeze_after)
+    return RunningScale(False, decay, eps, initial_scale, freeze_after=freeze_after)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ are updated, so that they contain clean gradients only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -88,16 +88,16 @@ class ScaleByAdadeltaState(NamedTuple):
 
 
 def averaged(
-    old: Sequence[Tensor],
-    new: Callable[[TensorOps], Sequence[Tensor]],
+    old: Sequence[Sequence[Tensor]],
+    new: Callable[[TensorOps], Sequence[Sequence[Tensor]]],
     count: Sequence[Tensor],
     freeze_after: int | None,
     op: TensorOps,
-) -> tuple[Tensor, ...]:
-    """The averages of all leaves after this update.
+) -> list[tuple[Tensor, ...]]:
+    """What a link has learned after this update.
 
     Args:
-        old: the averages before the update.
+        old: the averages before the update, of each kind one for each leaf.
         new: computes the averages of an update with the given operations.
         count: how many updates each leaf has had.
         freeze_after: the number of updates after which the old averages are kept; ``None`` for never.
@@ -107,9 +107,12 @@ def averaged(
         The new averages, or the old ones where they are frozen.
     """
     if freeze_after is None:
-        return tuple(new(op))
+        return [*map(tuple, new(op))]
     # Both have to exist to be chosen from, so the new averages must not be written into the tensors of the old ones.
-    return tuple(op.put(old, [torch.where(c < freeze_after, n, o) for o, n, c in zip(old, new(PURE), count)]))
+    return [
+        tuple(op.put(before, [torch.where(c < freeze_after, n, o) for o, n, c in zip(before, after, count)]))
+        for before, after in zip(old, new(PURE))
+    ]
 
 
 def frozen_note(freeze_after: int | None) -> str:
@@ -119,16 +122,23 @@ def frozen_note(freeze_after: int | None) -> str:
 
 @dataclass(frozen=True)
 class Learned(Link):
-    """What links share that divide by a root which they learn from the gradients; the noise enters behind the learning."""
+    """What links share that divide by a root which they learn from the gradients; the noise enters behind the learning.
 
+    The last field of their state counts updates, and is empty if the averages are never frozen.
+
+    Attributes:
+        freeze_after: the number of updates after which the averages do not change any more; ``None`` for never.
+    """
+
+    freeze_after: int | None = field(default=None, kw_only=True)
     traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:
         return Preconditioner(learns=True)
 
-    def learned(self, g: Leaves, state: Any, op: TensorOps) -> Any:
-        """The state after it has learned from these gradients."""
+    def averages(self, g: Leaves, old: Sequence[Sequence[Tensor]], op: TensorOps) -> Sequence[Sequence[Tensor]]:
+        """The averages after they have learned from these gradients, in the order of the state's fields."""
         raise NotImplementedError
 
     def denominators(self, state: Any) -> list[Tensor]:
@@ -136,7 +146,9 @@ class Learned(Link):
         raise NotImplementedError
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        state = self.learned(g, state, op)
+        *old, count = state
+        new = averaged(old, lambda op: self.averages(g, old, op), count, self.freeze_after, op)
+        state = type(state)(*new, op.count(count))
         d = self.denominators(state)
         return op.div(context.with_noise(lambda: d), d), state
 
@@ -150,14 +162,12 @@ class RunningScale(Learned):
         decay: the weight of the past in the averages.
         eps: the number that is added to the root.
         initial_scale: the first mean square.
-        freeze_after: the number of updates after which the averages do not change any more; ``None`` for never.
     """
 
     centred: bool = False
     decay: float = 0.9
     eps: float = 1e-8
     initial_scale: float = 0.0
-    freeze_after: int | None = None
 
     @property
     def part(self) -> Part | None:
@@ -170,16 +180,8 @@ class RunningScale(Learned):
             new_counts(leaves) if self.freeze_after is not None else (),
         )
 
-    def learned(self, g: Leaves, state: RunningScaleState, op: TensorOps) -> RunningScaleState:
-        def average(old: Sequence[Tensor], square: bool) -> tuple[Tensor, ...]:
-            def new(op: TensorOps) -> Leaves:
-                return op.average(old, self.decay, g, 1 - self.decay, square)
-
-            return averaged(old, new, state.count, self.freeze_after, op)
-
-        mu = average(state.mu, False) if self.centred else ()
-        nu = average(state.nu, True)
-        return RunningScaleState(mu, nu, op.count(state.count))
+    def averages(self, g: Leaves, old: Sequence[Sequence[Tensor]], op: TensorOps) -> list[Leaves]:
+        return [op.average(x, self.decay, g, 1 - self.decay, square) for x, square in zip(old, (False, True))]
 
     def denominators(self, state: RunningScaleState) -> list[Tensor]:
         if not self.centred:
@@ -199,21 +201,17 @@ class RootSumOfSquares(Learned):
     Attributes:
         initial_accumulator_value: the first sum of squares.
         eps: the number that is added to the root.
-        freeze_after: the number of updates after which the sum does not change any more; ``None`` for never.
     """
 
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
-    freeze_after: int | None = None
 
     def init(self, leaves: Leaves, context: LinkContext) -> ScaleByRssState:
         count = new_counts(leaves) if self.freeze_after is not None else ()
         return ScaleByRssState(zeros(leaves, self.initial_accumulator_value), count)
 
-    def learned(self, g: Leaves, state: ScaleByRssState, op: TensorOps) -> ScaleByRssState:
-        old = state.sum_of_squares
-        nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
-        return ScaleByRssState(nu, op.count(state.count))
+    def averages(self, g: Leaves, old: Sequence[Sequence[Tensor]], op: TensorOps) -> list[Leaves]:
+        return [op.average(old[0], 1.0, g, 1, True)]
 
     def denominators(self, state: ScaleByRssState) -> list[Tensor]:
         return [root(n).add(self.eps) for n in state.sum_of_squares]
@@ -291,7 +289,7 @@ def scale_by_rms(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after),))
+    return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after=freeze_after),))
 
 
 @link_takes(**LEARNS)
@@ -319,7 +317,7 @@ def scale_by_stddev(
         >>> bc.links.scale_by_stddev(0.5)
         scale_by_stddev(decay=0.5, eps=1e-08)
     """
-    return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after),))
+    return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after=freeze_after),))
 
 
 @link_takes(**LEARNS)
@@ -348,7 +346,7 @@ def scale_by_rss(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
+    return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after=freeze_after),))
 
 
 @link_takes(rho=MOMENTUM, eps=FROM_ZERO)
@@ -396,25 +394,20 @@ class AdaptiveWindowState(NamedTuple):
 class AdaptiveWindow(Learned):
     """The link that :func:`scale_by_adaptive_window` returns, with the same arguments."""
 
-    freeze_after: int
     eps: float = 1e-8
 
     def init(self, leaves: Leaves, context: LinkContext) -> AdaptiveWindowState:
         return AdaptiveWindowState(zeros(leaves), zeros(leaves), zeros(leaves), new_counts(leaves))
 
-    def learned(self, g: Leaves, state: AdaptiveWindowState, op: TensorOps) -> AdaptiveWindowState:
+    def averages(self, g: Leaves, old: Sequence[Sequence[Tensor]], op: TensorOps) -> list[Leaves]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
-        for x, t, m, v, c in zip(g, *state):
-            learns = c < self.freeze_after
-            new_mean = m + (x - m) / (t + 1.0)
-            new_square = v + (x * x - v) / (t + 1.0)
-            positive = new_square > 0  # false where every gradient was 0 or its square underflows: no 0/0 there
-            signal = torch.where(positive, new_mean * new_mean / torch.where(positive, new_square, 1.0), 0.0)
-            tau.append(torch.where(learns, 1.0 + t * (1.0 - signal.clamp(max=1.0)), t))
-            mean.append(torch.where(learns, new_mean, m))
-            square.append(torch.where(learns, new_square, v))
-        window, average, held = (tuple(op.put(old, new)) for old, new in zip(state, (tau, mean, square)))
-        return AdaptiveWindowState(window, average, held, op.count(state.count))
+        for x, t, m, v in zip(g, *old):
+            mean.append(m + (x - m) / (t + 1.0))
+            square.append(v + (x * x - v) / (t + 1.0))
+            positive = square[-1] > 0  # false where every gradient was 0 or its square underflows: no 0/0 there
+            signal = torch.where(positive, mean[-1] * mean[-1] / torch.where(positive, square[-1], 1.0), 0.0)
+            tau.append(1.0 + t * (1.0 - signal.clamp(max=1.0)))
+        return [tau, mean, square]
 
     def denominators(self, state: AdaptiveWindowState) -> list[Tensor]:
         return [root(v).add(self.eps) for v in state.square]
@@ -444,7 +437,7 @@ def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    return Chain((AdaptiveWindow(freeze_after, float(eps)),))
+    return Chain((AdaptiveWindow(float(eps), freeze_after=freeze_after),))
 
 
 def root(x: Tensor, inplace: bool = False) -> Tensor:

@@ -49,6 +49,11 @@ def require_first(context: LinkContext) -> None:
             )
 
 
+def params_of(context: LinkContext, op: TensorOps) -> list[Tensor]:
+    """The parameters; in place detached, since otherwise autograd would record the gradient that they are written into."""
+    return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
+
+
 @dataclass(frozen=True)
 class AddDecayedWeights(Link):
     """The link that :func:`add_decayed_weights` returns.
@@ -79,7 +84,7 @@ class AddDecayedWeights(Link):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g
-        # Writing parameters that require gradients into a gradient in place would make autograd record the gradient.
+        # as in params_of, but where autograd records the gradient already, as in meta-learning
         theta = [
             p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p
             for p, x in zip(context.params, g)
@@ -203,9 +208,7 @@ class AddLocalization(HoldsTree):
     def update(
         self, g: Leaves, state: LocalizationState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LocalizationState]:
-        # Writing parameters that require gradients into a gradient in place would make autograd record the gradient.
-        params = [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
-        return op.add(g, [p - c for p, c in zip(params, state.center)], alpha=self.strength), state
+        return op.add(g, [p - c for p, c in zip(params_of(context, op), state.center)], alpha=self.strength), state
 
     def __str__(self) -> str:
         return f"add_localization(..., {self.strength})"
