@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # has a shape and no numbers, as during a trace
 
-_checkpoint: Any = torch.utils.checkpoint
-_C: Any = torch._C  # the stubs of these two modules leave out what is used here
+_C: Any = torch._C  # its stubs leave out what is used here
 _functions: Any = torch
 _functorch = _C._functorch
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -45,53 +42,6 @@ def function_in_c(name: str) -> int | None:
     of = next((str(x) for x in files if x.suffix in (".so", ".dylib", ".dll")), None)  # None: linked into another file
     function = None if of is None else getattr(ctypes.CDLL(of), name, None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
-
-
-class _Keeping(threading.local):
-    met: Callable[[], None] | None = None  # called where checkpointing is met; None where it works as ever
-
-
-_keeping = _Keeping()
-
-
-@contextmanager
-def without_checkpointing(met: Callable[[], None]) -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` keep what it would compute again in the backward pass, in this thread inside of the block.
-
-    Args:
-        met: called where it is used and gradients are recorded.
-    """
-    _ask_before_checkpointing()
-    before, _keeping.met = _keeping.met, met
-    try:
-        yield
-    finally:
-        _keeping.met = before
-
-
-@cache
-def _ask_before_checkpointing() -> None:
-    """Let each use of ``torch.utils.checkpoint`` ask what its thread keeps: once in a process, since a change around each block
-    would reach into other threads."""
-    generator, function = _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction
-
-    def keeps() -> bool:
-        if _keeping.met is not None and torch.is_grad_enabled():
-            _keeping.met()
-        return _keeping.met is not None
-
-    def nothing() -> Iterator[None]:
-        yield
-
-    def around(*args: Any, **more: Any) -> Iterator[None]:
-        return nothing() if keeps() else generator(*args, **more)
-
-    class Asking(function):
-        @classmethod
-        def apply(cls, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return run(*args) if keeps() else function.apply(run, preserve, *args)
-
-    _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction = around, Asking
 
 
 def mark_generator(number: int) -> int:

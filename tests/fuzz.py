@@ -360,7 +360,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "testing.sbc.prior": lambda: lambda generator: torch.randn((), generator=generator),
     "testing.sbc.simulator": lambda: lambda mean, generator: mean + torch.randn((), generator=generator),
     "testing.sbc.simulations": lambda: 20,
-    "Epochs.batch_at.step": lambda: torch.tensor(5),
     "Epochs.load_state_dict.state": lambda: bc.epochs(DATA, 4).state_dict(),
     "Epochs.seek.step": lambda: 2,
     "Collector.load_state_dict.state": lambda: {"step": 3},

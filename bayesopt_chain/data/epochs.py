@@ -65,8 +65,7 @@ class Epochs:
         self.left_out = leave_out
         self.rank, self.ranks = place
         self.with_rows = with_rows
-        device = torch.device("cpu") if self.leaves is None else self.leaves[0].device
-        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device)  # pyright: ignore[reportArgumentType]
+        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out)
         self._go(0, 0)
 
     def __len__(self) -> int:
@@ -94,35 +93,6 @@ class Epochs:
         With ``mesh=`` this rank's part of it; with ``with_rows=True`` the pair ``(batch, rows)``.
         """
         return self.of_rows(self.rows(epoch, offset))
-
-    def batch_at(self, step: Tensor) -> Any:
-        """The batch after ``step`` batches, made by tensor operations alone: for the inside of a captured or compiled step.
-
-        Its rows are those of ``rows(*divmod(step, len(self)))``. On a CPU the permutation of the last epoch is kept; on a
-        device that of all data is made anew in every call, since a recorded program cannot ask whether an epoch began.
-
-        Args:
-            step: 0-d, int64, on the device of the data, such as a counter of the state.
-
-        Returns:
-            As :meth:`batch`.
-
-        Raises:
-            TypeError: a step that is no 0-d tensor of int64.
-            ValueError: an order that is a function of one's own.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> data = bc.epochs(torch.arange(6.0), 2, seed=1)
-            >>> step = bc.make_step(lambda w, batch: (w - batch).square().mean() / 2, bc.sgd(1.0))
-            >>> counted = lambda w, state, count: step(w, state, data.batch_at(count))
-            >>> w, state = torch.zeros(()), bc.sgd(1.0).init(torch.zeros(()))
-            >>> captured = bc.capture(counted, w, state, torch.tensor(0), backend="eager")    # doctest: +SKIP
-            >>> bool(counted(w, state, torch.tensor(4))[0] == data.batch(1, 1).mean())
-            True
-        """
-        checks.require("epochs: batch_at", step=(step, _COUNT))
-        return self.of_rows(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
 
     @checks.takes(epoch=checks.whole(0), offset=checks.whole(0))
     def rows(self, epoch: int, offset: int) -> Tensor:
@@ -193,12 +163,6 @@ class Epochs:
             rows = rows[: len(rows) - len(rows) % size]
         for part in rows.split(size):
             yield self._gathered(part)
-
-    def _of_chains(self, rows_of: Any) -> Tensor:
-        """This rank's part of the batch of each chain."""
-        if self.chains is None:
-            return rows_of(0)[self._mine]
-        return torch.stack([rows_of(chain)[self._mine] for chain in range(self.chains)])
 
     @property
     def _mine(self) -> slice:
@@ -301,9 +265,6 @@ class Indices:
 
 
 _SEED = checks.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
-_COUNT = checks.Kind(  # of which nothing is read, so that a program can be recorded
-    lambda x: isinstance(x, Tensor) and x.ndim == 0 and x.dtype == torch.int64, "a 0-d tensor of int64", (Tensor,)
-)
 _ROWS = checks.Kind(
     lambda x: x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
     "a tensor of row numbers, a list of them, or None",

@@ -8,17 +8,13 @@ for a permutation ``pi`` of the data that is a function of (seed, e, c). It sort
 (block, c, e), so that no generator is kept. An independent batch is the first ``b`` distinct numbers of the keys of step
 ``e K + k``, modulo ``N``. A fold is a part of one more permutation, and data that are left out are taken from the list before
 it is permuted. Rank ``r`` of ``R`` takes the part ``[r b / R, (r + 1) b / R)`` of each batch, so that the ranks' batches
-together are the batch of one process. The same in tensors, ``rows_at(step)``, runs inside a captured or compiled program: on a
-CPU as one operation, which keeps the permutation of the last epoch (a sort of 60,000 keys takes 6 ms, a look at the kept ones
-0.05 ms); on other devices, and under ``vmap``, as operations that sort in every step.
+together are the batch of one process.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-from weakref import WeakValueDictionary
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,15 +22,11 @@ from torch import Tensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.data import row_numbers
 from bayesopt_chain.random.philox import philox
-from bayesopt_chain.tracing import is_transformed
 
 Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
 Rule = Callable[[Tensor, int, int, int], Tensor]  # (rows, seed, epoch, chain): the rows in the order of that epoch
 
 _FOLDS = 2**62  # the number of the permutation that folds are cut from; no epoch has it
-_CANDIDATES = (
-    8  # times b: among so many numbers below 4 b and more fewer than b are distinct with probability below 1e-13
-)
 
 
 class IndexStream:
@@ -46,7 +38,6 @@ class IndexStream:
         order: one of ``Order``, or a rule of one's own.
         seed: of the permutations.
         leave_out: the rows that each chain leaves out; one entry for all chains, or one for each.
-        device: where :meth:`rows_at` works.
     """
 
     def __init__(
@@ -56,28 +47,13 @@ class IndexStream:
         order: Order | Rule,
         seed: int,
         leave_out: Sequence[Tensor] = (),
-        device: torch.device | str = "cpu",
     ) -> None:
         self.size, self.batch_size, self.order, self.seed = size, batch_size, order, seed
         everything = torch.arange(size, device="cpu")
         self.kept = [everything[~torch.isin(everything, rows.cpu())] for rows in leave_out] or [everything]
         self.least = min(len(rows) for rows in self.kept)  # data that the chain with the fewest goes through
-        # constants of a program; an arange inside of one is computed in 32 bits by torch's compiler, and Philox needs 64
-        self._blocks = torch.arange(max(size, _CANDIDATES * batch_size) // 2 + 1, device=device)
-        self._kept_there = [rows.to(self._blocks.device) for rows in self.kept]
         self._made: dict[int, tuple[int, Tensor]] = {}  # by chain the last permutation and its number
-        self._together: tuple[tuple[int, int], Tensor] | None = (
-            None  # the last permutations of so many chains, likewise
-        )
-        self._register()
-
-    def _register(self) -> None:
-        self._name = next(_names)  # by which a program's operation finds this stream
-        _streams[self._name] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._register()
+        self._together: tuple[tuple[int, int], Tensor] | None = None  # the last ones of so many chains, likewise
 
     @property
     def steps(self) -> int:
@@ -149,58 +125,6 @@ class IndexStream:
             )
         return given
 
-    def rows_at(self, step: Tensor, chain: int) -> Tensor:
-        """The rows of the batch after ``step`` batches (0-d, int64, on the stream's device), by tensor operations alone.
-
-        On a device, and under ``vmap``, a permutation of all data is made in every call.
-
-        Raises:
-            ValueError: an order that is a function of one's own.
-        """
-        if callable(self.order):
-            raise ValueError(
-                "epochs: an order that is a function is computed outside of the program; take a named order, or "
-                "rows(epoch, offset)"
-            )
-        if step.device.type == "cpu" and not is_transformed():
-            rows: Tensor = torch.ops.bayesopt_chain.epoch_rows(step, self._name, chain, self.batch_size)
-            return rows
-        return self.rows_in_tensors(step, chain)
-
-    def rows_in_tensors(self, step: Tensor, chain: int) -> Tensor:
-        """What :meth:`rows_at` gives of a named order, by operations that any device can record."""
-        kept = self._kept_there[chain % len(self.kept)]
-        n, b = len(kept), self.batch_size
-        if self.order == "independent":
-            if 4 * b > n:
-                return kept[_keys_of(self._blocks, self.seed, step, chain, n).argsort(stable=True)[:b]]
-            return kept[_first_distinct(_keys_of(self._blocks, self.seed, step, chain, _CANDIDATES * b) % n, b)]
-        epoch = torch.div(step, self.steps, rounding_mode="floor")
-        offset = step - epoch * self.steps
-        if self.order == "palindrome":
-            offset = torch.where(epoch % 2 == 1, self.steps - 1 - offset, offset)
-        places = offset * b + self._blocks[:b]
-        if self.order == "fixed":
-            return kept[places]
-        number = torch.div(epoch, self.period, rounding_mode="floor")
-        return kept[_keys_of(self._blocks, self.seed, number, chain, n).argsort(stable=True)[places]]
-
-
-_streams: WeakValueDictionary[int, IndexStream] = WeakValueDictionary()
-_names = itertools.count()
-
-
-@torch.library.custom_op("bayesopt_chain::epoch_rows", mutates_args=())
-def epoch_rows(step: Tensor, stream: int, chain: int, n: int) -> Tensor:
-    """The rows of the batch after ``step`` batches, ``[n]``, of a stream that is alive in this process."""
-    known = _streams[stream]
-    return known.rows(*divmod(int(step), known.steps), chain).clone()
-
-
-@epoch_rows.register_fake
-def _(step: Tensor, stream: int, chain: int, n: int) -> Tensor:
-    return step.new_empty((n,), dtype=torch.int64)
-
 
 def folds(size: int, k: int, *, seed: int = 0) -> list[Tensor]:
     """Share ``size`` data out into ``k`` folds at random, for ``bc.epochs(data, b, chains=k, leave_out=folds)``.
@@ -228,18 +152,13 @@ def folds(size: int, k: int, *, seed: int = 0) -> list[Tensor]:
 
 
 def _keys(seed: int, number: int, chain: int, n: int, start: int = 0) -> Tensor:
-    """``n`` integers below 2^62 from ``start`` on, of the stream (seed, number, chain)."""
+    """``n`` integers below 2^62 from ``start`` on, of the stream (seed, number, chain): two of each block."""
     blocks = torch.arange(start // 2, (start + n + 1) // 2, device="cpu")
-    return _keys_of(blocks, seed, torch.tensor(number, device="cpu"), chain, n + start % 2)[start % 2 :]
-
-
-def _keys_of(blocks: Tensor, seed: int, number: Tensor, chain: int, n: int) -> Tensor:
-    """The first ``n`` integers of these blocks, two of each."""
-    blocks = blocks[: (n + 1) // 2]
     zero = torch.zeros_like(blocks)
     counter = [blocks, zero + chain, zero + (number & 0xFFFFFFFF), zero + (number >> 32)]
     a, b, c, d = philox(counter, [zero + (seed & 0xFFFFFFFF), zero + (seed >> 32 & 0xFFFFFFFF)])
-    return torch.stack([(a >> 1) << 31 | b >> 1, (c >> 1) << 31 | d >> 1], dim=1).reshape(-1)[:n]
+    keys = torch.stack([(a >> 1) << 31 | b >> 1, (c >> 1) << 31 | d >> 1], dim=1).reshape(-1)
+    return keys[start % 2 :][:n]
 
 
 def _permutation(seed: int, number: int, chain: int, size: int) -> Tensor:
@@ -256,12 +175,3 @@ def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
         found.update(dict.fromkeys((_keys(seed, step, chain, 2 * n, start) % size).tolist()))
         start += 2 * n
     return torch.tensor(list(found)[:n], device="cpu")
-
-
-def _first_distinct(numbers: Tensor, n: int) -> Tensor:
-    """The first ``n`` distinct ones of some numbers, in their order."""
-    order = numbers.argsort(stable=True)
-    sorted_numbers = numbers[order]
-    is_new = torch.cat([sorted_numbers.new_ones(1, dtype=torch.bool), sorted_numbers[1:] != sorted_numbers[:-1]])
-    seen_before = torch.ones_like(is_new).index_put((order,), ~is_new)
-    return numbers[seen_before.to(torch.int8).argsort(stable=True)[:n]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import optree
 import torch
@@ -38,80 +37,42 @@ def state_dict(state: State) -> dict[str, Tensor]:
     return _named_tensors(state)
 
 
-class Difference(NamedTuple):
-    """The names that :func:`load_state_dict` left out.
-
-    Attributes:
-        missing: names in the state for which the dictionary had no tensor.
-        unknown: names in the dictionary for which the state had no tensor.
-    """
-
-    missing: list[str]
-    unknown: list[str]
-
-
-@checks.takes(tensors=checks.MAPPING, strict=checks.BOOL)
-def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
+@checks.takes(tensors=checks.MAPPING)
+def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of a flat dictionary into those of a state, in place.
 
-    Args:
-        state: the state of a chain over the same leaves, as ``init`` returns it.
-        tensors: tensors by name, as :func:`state_dict` returns them.
-        strict: require that both have the same names. ``False`` copies the tensors that both have. Names are then matched
-            without the number of the link if they are unique without it, so that a sampler can start from the velocities of an
-            optimizer; keys of another chain are not copied. Default: True.
+    A sampler takes over the velocities of another chain by ``init(params, like=state)``.
 
-    Returns:
-        The names that were left out, ``(missing, unknown)``; both are empty if ``strict``.
+    Args:
+        state: the state of the same chain over the same leaves, as ``init`` returns it.
+        tensors: tensors by name, as :func:`state_dict` returns them.
 
     Raises:
-        ValueError: if ``strict``, a name is missing or unknown; a tensor has another shape or dtype. Nothing is written then.
+        ValueError: a name is missing or unknown; a tensor has another shape or dtype. Nothing is written then.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> optimizer, params = bc.sgd(0.1, 0.9), torch.zeros(1)
-        >>> saved = {name: torch.ones(1) for name in bc.state_dict(optimizer.init(params))}
-        >>> state = bc.sghmc(0.1, 0.9, temperature=0.01).init(params)
-        >>> bc.load_state_dict(state, saved, strict=False).missing
-        ['1.LangevinNoise.key', '1.LangevinNoise.memory', '1.LangevinNoise.step']
+        >>> tx, params = bc.sgd(0.1, 0.9), torch.zeros(1)
+        >>> state = tx.init(params)
+        >>> bc.load_state_dict(state, {name: torch.ones(1) for name in bc.state_dict(state)})
         >>> state[0].trace
         (tensor([1.]),)
     """
     mine = state_dict(state)
-    source = {name: name for name in mine.keys() & tensors.keys()}
-    if not strict and mine.keys() != tensors.keys():
-        source = _paired(mine, tensors)
-    missing, unknown = sorted(mine.keys() - source.keys()), sorted(tensors.keys() - set(source.values()))
-    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown] if strict else []
-    for name, other in source.items():
-        x, t = mine[name], tensors[other]
+    wrong = [f"{name} is missing" for name in mine.keys() - tensors.keys()]
+    wrong += [f"{name} is unknown" for name in tensors.keys() - mine.keys()]
+    for name in mine.keys() & tensors.keys():
+        x, t = mine[name], tensors[name]
         if x.shape != t.shape or x.dtype != t.dtype:
             wrong.append(f"{name} is {tuple(t.shape)}, {t.dtype}, the state has {tuple(x.shape)}, {x.dtype}")
     if wrong:  # before the first tensor is written
         raise ValueError(
-            f"load_state_dict: {'; '.join(sorted(wrong)[:8])}: load into the state of the same chain over the same parameters"
-            + (", or with strict=False what both have" if strict and (missing or unknown) else "")
+            f"load_state_dict: {'; '.join(sorted(wrong)[:8])}: load into the state of the same chain over the same parameters; "
+            "what two chains share, tx.init(params, like=state) takes over"
         )
     with torch.no_grad():
-        for name, other in source.items():
-            mine[name].copy_(tensors[other])
-    return Difference(missing, unknown)
-
-
-def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
-    """Match the names of two states. Link numbers are ignored where a name is unique without them; keys are never matched."""
-
-    def bare(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Group names by what follows the number of the link."""
-        out: dict[str, list[str]] = {}
-        for name in names:
-            if not name.endswith(".key"):
-                out.setdefault(name.partition(".")[2], []).append(name)
-        return out
-
-    # a copied key would make two chains draw the same noise
-    a, b = bare(mine), bare(theirs)
-    return {a[name][0]: b[name][0] for name in a.keys() & b.keys() if len(a[name]) == len(b[name]) == 1}
+        for name, x in mine.items():
+            x.copy_(tensors[name])
 
 
 def _named_tensors(state: State) -> dict[str, Tensor]:

@@ -26,16 +26,22 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain._torch import is_fully_sharded, without_checkpointing
+from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
 DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
 LEFT_OUT = -100  # transformers' label of a position that does not count
+_CHECKPOINTING = (
+    "forward: activation checkpointing computes again in the backward pass, and would do so with the module's own parameters "
+    "in the place of those it is handed; turn it off (model.gradient_checkpointing_disable()), or train by bc.optim, which "
+    "takes the module as it is"
+)
 
 
 @contextmanager
@@ -106,11 +112,10 @@ class Forward:
         return out, {name: tensors[name] for name in new}
 
     def _call(self, tensors: Tensors, batch: Any) -> Any:
-        """The module's outputs for these tensors, without activation checkpointing: what is computed again in the backward pass
-        would be computed with the module's own parameters."""
+        """The module's outputs for these tensors; activation checkpointing is refused."""
         if torch.compiler.is_dynamo_compiling():
             return self._outputs(tensors, batch)
-        with without_checkpointing(_warn_of_checkpointing):
+        with disable_saved_tensors_hooks(_CHECKPOINTING):
             return self._outputs(tensors, batch)
 
     def _outputs(self, tensors: Tensors, batch: Any) -> Any:
@@ -140,13 +145,6 @@ class Forward:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
                 held[key] = x
-
-
-def _warn_of_checkpointing() -> None:
-    checks.warn(
-        "make_functional: the module's activation checkpointing has no effect here, and saves no memory: what it computes "
-        "again in the backward pass would be computed with the module's own parameters"
-    )
 
 
 def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -249,7 +247,7 @@ def make_functional(
     Returns:
         ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with
         ``requires_grad``, by name, a tensor that several modules share under its first name only; copies of the buffers.
-        Activation checkpointing in the module has no effect, with a warning; ``bc.optim`` trains such a module as it is.
+        ``forward`` refuses activation checkpointing in the module; ``bc.optim`` trains such a module as it is.
 
     Raises:
         TypeError: not a module.

@@ -239,36 +239,6 @@ def test_an_order_of_ones_own_is_cut_into_batches():
     assert [b.tolist() for b in data] == [[5, 4], [3, 2], [1, 0]] and next(iter(data)).tolist() == [0, 5]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("size", "batch_size"), [(12, 3), (11, 4), (1_000, 7), (40, 1)])
-def test_rows_made_inside_a_program_are_those_of_the_stream(order, size, batch_size):
-    if order == "fixed" and size % batch_size:
-        size -= size % batch_size
-    data = make(torch.arange(size), batch_size, order=order, seed=9, chains=2)
-    for step in (0, 1, len(data) - 1, len(data), 3 * len(data) + 2):
-        assert torch.equal(data.batch_at(torch.tensor(step)), data.batch(*divmod(step, len(data))))
-        on_a_device = [data.stream.rows_in_tensors(torch.tensor(step), chain) for chain in range(2)]
-        assert torch.equal(torch.stack(on_a_device), data.rows(*divmod(step, len(data))))
-
-
-@pytest.mark.slow
-def test_a_captured_step_draws_its_own_batches():
-    data = bc.epochs(torch.arange(12.0), 4, seed=2)
-    tx = bc.sgd(0.5)
-    inner = bc.make_step(lambda w, batch: (w - batch).square().mean() / 2, tx)
-
-    def step(w, state, count):
-        return inner(w, state, data.batch_at(count))
-
-    w = torch.zeros(())
-    captured = bc.capture(step, w, tx.init(w), torch.tensor(0))
-    fast, fast_state, slow, slow_state = w, tx.init(w), w, tx.init(w)
-    for count in range(8):
-        fast, fast_state, _ = captured(fast, fast_state, torch.tensor(count))
-        slow, slow_state, _ = inner(slow, slow_state, data.batch(*divmod(count, 3)))
-        torch.testing.assert_close(fast, slow)
-
-
 # Row numbers of many chains by one kernel are those of each chain alone
 
 

@@ -1,8 +1,6 @@
 """Modules as functions: which parameters come out, what they compute, and what goes back."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -190,43 +188,16 @@ def test_whatever_names_the_parameters_of_a_compiled_module_names_those_inside()
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_has_no_effect_and_says_so(reentrant):
+@pytest.mark.parametrize(
+    "reentrant, why", [(False, "gradient_checkpointing_disable"), (True, "incompatible with .grad")]
+)
+def test_activation_checkpointing_is_refused_where_something_would_be_computed_again(reentrant, why):
     """It would compute with the parameters of the module, which are those of no chain."""
-    x, found = torch.randn(5, 4, requires_grad=True), []
-    for of in (
-        lambda net, x: net.layers(x),
-        lambda net, x: checkpoint(net.layers, x, use_reentrant=reentrant),
-    ):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-        forward, params, buffers = bc.make_functional(Net(of, layers=layers))
-        moved = {name: p.detach() + 1.0 for name, p in params.items()}
-        step = bc.make_step(
-            lambda p, x, b, forward=forward: ((out := forward.with_buffers(p, x, b))[0].square().mean(), out[1]),
-            bc.sgd(0.1),
-            buffers=buffers,
-        )
-        with pytest.warns(UserWarning, match="checkpointing has no effect") if found else nullcontext():
-            params, state, _ = step(moved, step.init(moved), x)
-        found.append(torch.cat([y.flatten() for y in (*params.values(), *state.buffers.values())]))
-    assert torch.equal(*found)
-    with torch.no_grad():  # where nothing is computed again, nothing is said
-        forward(moved, x)
-
-
-def test_another_thread_computes_again_as_ever_meanwhile():
-    seen, w = [], torch.ones(3, requires_grad=True)
-
-    def squared(w):
-        seen.append(w)
-        return w.square()
-
-    def of(net, x):
-        with ThreadPoolExecutor(1) as other:
-            other.submit(lambda: checkpoint(squared, w, use_reentrant=False).sum().backward()).result()
-        return net.layer(x)
-
-    forward, params, _ = bc.make_functional(Net(of, layer=nn.Linear(3, 1)))
-    forward(params, torch.ones(2, 3))
-    assert len(seen) == 2
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    net = Net(lambda net, x: checkpoint(net.layers[1], net.layers[0](x), use_reentrant=reentrant), layers=layers)
+    forward, params, _ = bc.make_functional(net)
+    step = bc.make_step(lambda p, x: forward(p, x).square().mean(), bc.sgd(0.1))
+    with pytest.raises(RuntimeError, match=why):
+        step(params, step.init(params), torch.ones(5, 4))
+    with torch.no_grad():
+        assert forward(params, torch.ones(5, 4)).shape == (5, 1)
