@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import optree
+from torch import Tensor
 
 NAMESPACE = "bayesopt_chain.batch"
 _known: set[type] = set()
@@ -37,6 +38,25 @@ def spread(prefix: Any, batch: Any) -> list[Any]:
         flatten(tree)  # from here on its classes are known
     full = optree.tree_broadcast_prefix(prefix, batch, none_is_leaf=True, namespace=NAMESPACE)
     return optree.tree_leaves(full, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def size(batch: Any, otherwise: int = 0) -> int:
+    """The number of data of a batch, the length of axis 0 of its tensors.
+
+    Args:
+        batch: with one entry a datum on axis 0 of each tensor; 0-d tensors do not count.
+        otherwise: the answer where there is no such tensor.
+
+    Raises:
+        ValueError: tensors of different lengths.
+    """
+    lengths = sorted({len(x) for x in flatten(batch)[0] if isinstance(x, Tensor) and x.ndim})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the batch's tensors have first axes of lengths {lengths[:8]}: every tensor of a batch, a tree such as (inputs, "
+            "targets), needs one entry a datum on its first axis; what belongs to all data goes into the loss"
+        )
+    return lengths[0] if lengths else otherwise
 
 
 def picked(what: str | Callable[[Any], Any] | None, default: Callable[[Any], Any]) -> Callable[[Any], Any]:

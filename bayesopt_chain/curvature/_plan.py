@@ -109,14 +109,8 @@ class TapPlan(NamedTuple):
 
 def batch_size(batch: Any) -> int:
     """Return the common length of the first axes of a batch's tensors."""
-    lengths = {leaf.shape[0] for leaf in batches.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"the batch's tensors have first axes of lengths {sorted(lengths)}: every tensor of a batch, a tree such "
-            "as (inputs, targets), needs one entry a datum on its first axis"
-        )
-    size = lengths.pop()
-    if size == 0:
+    size = batches.size(batch)
+    if not size:
         raise ValueError("the batch is empty: pass at least one datum")
     return size
 

@@ -551,7 +551,7 @@ class Ranks:
             raise ValueError(
                 "make_step(mesh=): complex gradients cannot be averaged over ranks; make it torch.view_as_real"
             )
-        weight = data_of(batch)
+        weight = batches.size(batch, 1)
         # Gradients of 16 bits are added up in 32 bits, in which the sum over ranks does not overflow.
         dtype = common_dtype([*present, loss])
         parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
@@ -584,25 +584,3 @@ _HIDDEN = (
     "make_step: ranks exchange messages in every step, which vmap cannot map and a captured step cannot hold: "
     "run several chains with bc.parallel(step, n, loop=True), and leave the step uncaptured"
 )
-
-
-def data_of(batch: Any) -> int:
-    """The number of this rank's data in a batch.
-
-    Args:
-        batch: a tree of tensors with one entry for each datum on axis 0; 0-d tensors do not count.
-
-    Returns:
-        The length of axis 0; 1 if the batch has no such tensor.
-
-    Raises:
-        ValueError: tensors of different lengths.
-    """
-    sizes = sorted({len(x) for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim})
-    if len(sizes) > 1:
-        raise ValueError(
-            f"make_step(mesh=): the batch's tensors have {' and '.join(map(str, sizes[:4]))} entries on axis 0, and a "
-            "rank counts as much as it has data: pass one entry a datum in each, and let the loss hold what belongs to "
-            "all data"
-        )
-    return sizes[0] if sizes else 1

@@ -30,10 +30,9 @@ from torch.utils.data import DataLoader
 
 from bayesopt_chain import batches as any_batch
 from bayesopt_chain import checks, tracing
-from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Info, Loss, gradient
-from bayesopt_chain.trees import inner
+from bayesopt_chain.trees import copied, inner, require_like
 
 __all__ = [
     "GradientEstimator",
@@ -130,20 +129,10 @@ class EstimatorMemory:
             ValueError: ``params`` have another structure or other shapes than the reference.
         """
         fresh = self.estimator.refresh(params, state.estimator)
-        if _shapes(fresh) != _shapes(state.estimator):
-            raise ValueError(
-                "refresh: params are a tree of another structure, or of other shapes, than the state's; pass the parameters of "
-                "this step"
-            )
+        require_like(fresh, state.estimator, "refresh: params, as the estimator's memory,")
         if inplace:
             fresh = optree.tree_map(lambda old, new: old.copy_(new), state.estimator, fresh)
         return EstimatedState(state.inner, fresh)
-
-
-def _shapes(tree: Any) -> tuple[Any, ...]:
-    """Return the structure of a tree and the shapes of its leaves."""
-    leaves, structure = optree.tree_flatten(tree)
-    return structure, [x.shape for x in leaves]
 
 
 @checks.takes(
@@ -270,11 +259,11 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
             "run the chain at temperature=0 first, or use svrg, which takes its references on the way"
         )
     checks.require("control_variates", mode=(mode, checks.PARAMS))
-    mode = optree.tree_map(lambda p: p.detach().clone(), mode)
+    mode = copied(mode)
     full_gradient = mean_gradient(loss, data)
 
     def init(params: Any) -> ReferenceState:
-        _require_like(params, mode, "control_variates: mode")
+        require_like(mode, params, "control_variates: mode")
         return _reference(mode, full_gradient)
 
     estimator = GradientEstimator(init, lambda params, state, batch: _corrected(loss, params, state, batch), _keep)
@@ -351,8 +340,10 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
         total: Any = None
         n = 0
         for batch in data.parts() if isinstance(data, Epochs) else data:
+            size = any_batch.size(batch, 1)
+            if not size:
+                continue
             grads, _ = gradient(loss, params, batch)
-            size = _size(batch)
             grads = optree.tree_map(lambda g, size=size: g * size, grads)
             total = grads if total is None else optree.tree_map(torch.add, total, grads)
             n += size
@@ -366,27 +357,9 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
     return full_gradient
 
 
-def _size(batch: Any) -> int:
-    """Return the number of data of a batch, the length of axis 0 of its tensors; 1 if it has no tensor with axes.
-
-    Raises:
-        ValueError: the tensors have other lengths, so that the weight of the batch is not known, or there are no data.
-    """
-    return batch_size(batch) if any(isinstance(x, Tensor) and x.ndim for x in any_batch.flatten(batch)[0]) else 1
-
-
-def _require_like(params: Any, like: Any, what: str) -> None:
-    """Raise ValueError unless two trees have the same structure and shapes."""
-    same = optree.tree_structure(params) == optree.tree_structure(like) and all(
-        p.shape == m.shape for p, m in zip(optree.tree_leaves(params), optree.tree_leaves(like))
-    )
-    if not same:
-        raise ValueError(f"{what} differs from params in structure or shapes; pass it as the chain's own")
-
-
 def _reference(params: Any, full_gradient: Callable[[Any], Any]) -> ReferenceState:
     """Copy the parameters as a reference, and compute the gradient of all data there."""
-    reference = optree.tree_map(lambda p: p.detach().clone(), params)
+    reference = copied(params)
     return ReferenceState(reference, optree.tree_map(Tensor.detach, full_gradient(reference)))
 
 

@@ -28,24 +28,20 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 @torch.no_grad()
 def statistics(
     module: nn.Module,
-    size: int,
-    read: Callable[[int, int], Tensors],
-    buffers: Any,
+    draws: Callable[[], Iterable[Tensors]],
+    buffers: list[Tensors],
     loader: Iterable[Any],
     inputs: str | Callable[[Any], Any] | None,
-    some: int,
 ) -> Tensors:
     """Buffers ``[S, ...]`` with fresh statistics for each of ``S`` draws, by one pass over the data.
 
     Args:
         module, loader, inputs: as in :func:`bayesopt_chain.refresh_batch_norm`.
-        size: the number of draws, ``S``.
-        read: the parameters of the draws from one number to another, stacked on axis 0.
-        buffers: those that the draws have, ``[S, ...]``.
-        some: how many draws are read together.
+        draws: gives the parameters of the draws, one after the other.
+        buffers: those that each draw has.
 
     Raises:
-        ValueError: no layer keeps statistics, or no batches.
+        ValueError: no layer keeps statistics, no batches, or no draws.
     """
     module = copied(module).eval()
     layers = {name: x for name, x in module.named_modules() if isinstance(x, BatchNorm) and x.track_running_stats}
@@ -56,32 +52,23 @@ def statistics(
     for layer in layers.values():
         layer.train()
         layer.reset_running_stats()
-    fresh = {name: b for name, b in module.named_buffers() if name.rpartition(".")[0] in layers}
     forward, _, own = make_functional(module, inputs=inputs)
-    found = {name: b.expand(size, *b.shape).clone() for name, b in own.items()}
-    found |= {name: b for name, b in buffers.items() if name not in fresh}
-
-    def one(params: Tensors, buffers: Tensors, batch: Any) -> Tensors:
-        return forward.with_buffers(params, batch, buffers)[1]
-
-    seen = 0
+    fresh = {name: b for name, b in own.items() if name.rpartition(".")[0] in layers}
+    found, seen = [{**own, **mine, **fresh} for mine in buffers], 0
     for batch in loader:
-        n = _size(batch)
+        n = batches.size(batch)
         if not n:
             continue
         seen += n
         for layer in layers.values():
             layer.momentum = n / seen  # torch's is the weight of the new statistics
-        for low in range(0, size, some):
-            high = min(low + some, size)
-            own = {name: x[low:high] for name, x in found.items()}
-            with checks.blaming("refresh_batch_norm", f"loader, a batch of {n} (drop_last=True leaves one of 1 out)"):
-                new = _mapped(one, read(low, high), own, batch, high - low)
-            for name, x in new.items():
-                found[name] = x if high - low == size else found[name].slice_scatter(x, 0, low, high)
-    if not seen:
-        raise ValueError("refresh_batch_norm: the loader has no batches; an iterator can be gone through only once")
-    return found
+        with checks.blaming("refresh_batch_norm", f"loader, a batch of {n} (drop_last=True leaves one of 1 out)"):
+            found = [forward.with_buffers(params, batch, mine)[1] for params, mine in zip(draws(), found)]
+    if not seen or not found:
+        raise ValueError(
+            "refresh_batch_norm: the loader has no batches (an iterator can be gone through only once), or there are no draws"
+        )
+    return {name: torch.stack([mine[name] for mine in found]) for name in found[0]}
 
 
 @contextmanager
@@ -113,21 +100,3 @@ def unshared_statistics() -> Iterator[None]:
             "keeps: take its buffers out with bc.make_functional and make the step with make_step(loss, tx, "
             "buffers=buffers), or call module.eval(); a layer in a list is no submodule (nn.ModuleList makes it one)"
         )
-
-
-def _mapped(one: Callable[..., Tensors], params: Tensors, buffers: Tensors, batch: Any, size: int) -> Tensors:
-    """By ``vmap``, or one after the other where that refuses the model."""
-    try:
-        return torch.vmap(lambda p, b: one(p, b, batch))(params, buffers)
-    except RuntimeError:
-        rows = [
-            one({k: x[i] for k, x in params.items()}, {k: x[i] for k, x in buffers.items()}, batch) for i in range(size)
-        ]
-        return {name: torch.stack([row[name] for row in rows]) for name in buffers}
-
-
-def _size(batch: Any) -> int:
-    tensors = [x for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim]
-    if not tensors:
-        raise ValueError("refresh_batch_norm: a batch without tensors")
-    return tensors[0].shape[0]

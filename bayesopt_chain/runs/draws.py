@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike, require_one_axis
 from bayesopt_chain.likelihoods import Likelihood, Predictive
+from bayesopt_chain.loop.parallel import unstack
 from bayesopt_chain.modules.batch_norm import statistics
 from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional
 from bayesopt_chain.posterior.export import Members
@@ -977,10 +978,15 @@ def refresh_batch_norm(
             raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
         one = refresh_batch_norm(module, Draws.from_trees([dict(draws)]), loader, inputs=inputs)
         return {name: b[0] for name, b in one.buffers.items()}
-    chains = draws.chains or 1
-    read = lambda low, high: draws[low // chains : high // chains].unchained()[0]  # noqa: E731
+    lead = (len(draws), draws.chains or 1)
+
+    def singles() -> Iterator[Any]:
+        for draw in draws:
+            yield from [draw] if draws.chains is None else unstack(draw)
+
     own = {name: x if draws.chains is None else x.flatten(0, 1) for name, x in draws.buffers.items()}
-    found = statistics(module, len(draws) * chains, read, own, loader, inputs, draws.at_once() * chains)
+    each = [{name: x[i] for name, x in own.items()} for i in range(math.prod(lead))]
+    found = statistics(module, singles, each, loader, inputs)
     if draws.chains is not None:
-        found = {name: x.unflatten(0, (len(draws), chains)) for name, x in found.items()}
+        found = {name: x.unflatten(0, lead) for name, x in found.items()}
     return draws.with_buffers(found)
