@@ -12,32 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
-
-
-class Names(NamedTuple):
-    """What a stub lists: where each name comes from (its module, and its name there), and ``__all__``."""
-
-    homes: dict[str, tuple[str, str]]
-    public: list[str]
-
-
-def names_of_stub(stub: Path) -> Names:
-    """The names of a stub.
-
-    Example:
-        >>> import bayesopt_chain as bc
-        >>> names_of_stub(Path(bc.__file__).with_suffix(".pyi")).homes["sghmc"]
-        ('bayesopt_chain.samplers.langevin', 'sghmc')
-    """
-    homes: dict[str, tuple[str, str]] = {}
-    public: list[str] = []
-    for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.ImportFrom) and statement.module:
-            homes |= {name.asname or name.name: (statement.module, name.name) for name in statement.names}
-        elif isinstance(statement, ast.Assign):
-            public = ast.literal_eval(statement.value)  # __all__, the one assignment
-    return Names(homes, public)
+from typing import Any
 
 
 def attach(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -47,7 +22,12 @@ def attach(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], 
         package: the package's ``globals()``. What was asked for is kept there, so that the second time costs nothing.
     """
     name = package["__name__"]
-    homes, public = names_of_stub(Path(package["__file__"]).with_suffix(".pyi"))
+    homes, public = dict[str, tuple[str, str]](), list[str]()  # by name its module, and its name there; and ``__all__``
+    for statement in ast.parse(Path(package["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            homes |= {name.asname or name.name: (statement.module, name.name) for name in statement.names}
+        elif isinstance(statement, ast.Assign):
+            public = ast.literal_eval(statement.value)  # __all__, the one assignment
 
     def load(attribute: str) -> Any:
         if attribute not in homes:

@@ -198,17 +198,12 @@ def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:
     shape = torch.Size((*part.shape[:axes], *meta.shape))
     inner: int = meta.shape.numel()
     stride = (*(inner * part.shape[i + 1 : axes].numel() for i in range(axes)), *meta.stride)
-    return type(spec)(
-        spec.mesh, tuple([_shifted(p, axes) for p in spec.placements]), type(meta)(shape, stride, part.dtype)
-    )
+    from torch.distributed.tensor._ops.utils import shift_shard_dims_after_insert
 
-
-def _shifted(placement: Any, axes: int) -> Any:
-    if not hasattr(placement, "dim"):
-        return placement
-    if hasattr(placement, "split_factor"):
-        return type(placement)(placement.dim + axes, split_factor=placement.split_factor)
-    return type(placement)(placement.dim + axes)
+    placements = spec.placements
+    for _ in range(axes):
+        placements = shift_shard_dims_after_insert(placements)
+    return type(spec)(spec.mesh, tuple(placements), type(meta)(shape, stride, part.dtype))
 
 
 # the mode in which ``make_fx`` records the operations, or None
@@ -258,9 +253,8 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     return program
 
 
-def set_grad_enabled(enabled: bool) -> None:
-    """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
-    _C._set_grad_enabled(enabled)
+# what ``torch.set_grad_enabled`` does, without the microsecond of its object
+set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 
 def gradients(out: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -444,13 +444,6 @@ def at_this_step(name: str, value: float | Tensor) -> None:
         )
 
 
-def positive_temperature(who: str, value: Any, why: str) -> None:
-    """Refuse temperature 0 for a sampler that is no optimizer there; that it is a temperature was checked before."""
-    number = value.item() if isinstance(value, Tensor) and not is_hidden(value) else value
-    if isinstance(number, Real) and number == 0:
-        raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")
-
-
 def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
     """Refuse tensors on the meta device, which have shapes alone; ``tree`` is what the leaves are of, for the message.
 
@@ -571,29 +564,18 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
     Raises:
         TypeError, ValueError: naming the first of them.
     """
-    for i, leaf in enumerate(leaves):
-        is_cut = is_dtensor(leaf) and is_transformed()
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not is_cut:
-            continue
-        path = name(optree.tree_paths(params)[i])
-        if is_cut:
+    for leaf, path in zip(leaves, optree.tree_paths(params)):
+        if is_dtensor(leaf) and is_transformed():
             raise ValueError(
-                f"params: leaf {path} is a DTensor, which vmap and torch.func cannot transform; run several chains with "
+                f"params: leaf {name(path)} is a DTensor, which vmap and torch.func cannot transform; run several chains with "
                 "bc.parallel(step, n, loop=True)"
             )
-        if isinstance(leaf, nn.Module):
-            named = "params.items()" if isinstance(leaf, nn.ParameterDict) else "module.named_parameters()"
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            what = leaf.dtype if isinstance(leaf, Tensor) else f"{type(leaf).__name__}, {short(leaf)}"
             raise TypeError(
-                f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: dict({named})"
+                f"params: leaf {name(path)} is {what}, in which no gradient can be taken: make it a tensor of floating-point "
+                "numbers, or keep it in the batch; of a module pass dict(module.named_parameters())"
             )
-        if isinstance(leaf, Tensor):
-            raise TypeError(
-                f"params: leaf {path} is {leaf.dtype}, in which no gradient can be taken; keep it in the batch"
-            )
-        raise TypeError(
-            f"params: leaf {path} is {short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
-            "keep it in the batch"
-        )
 
 
 def dense(what: str, x: Any) -> None:

@@ -102,7 +102,17 @@ class FisherScoring(Keyed):
         return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)})"
 
 
-@checks.factory_takes(lr=checks.POSITIVE, batch_size=checks.WHOLE, decay=checks.MOMENTUM)
+@checks.factory_takes(
+    lr=checks.POSITIVE,
+    batch_size=checks.WHOLE,
+    decay=checks.MOMENTUM,
+    temperature=checks.number(
+        "(0, inf)",
+        tensor=True,
+        schedule=True,
+        hint="its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise",
+    ),
+)
 def sgfs(
     lr: float,
     *,
@@ -135,7 +145,4 @@ def sgfs(
         >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
         >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_variance=torch.ones(2))
     """
-    checks.positive_temperature(
-        "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
-    )
     return Chain((FisherScoring(lr, temperature, batch_size, decay, generator=generator),))

@@ -71,7 +71,12 @@ class Lattice(Keyed):
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
-@checks.factory_takes(lr=checks.POSITIVE)
+@checks.factory_takes(
+    lr=checks.POSITIVE,
+    temperature=checks.number(
+        "(0, inf)", tensor=True, schedule=True, hint="its steps have length 0 there; use bc.sgd to optimise"
+    ),
+)
 def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 
@@ -95,5 +100,4 @@ def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.G
         >>> updates.abs()
         tensor([0.2000, 0.2000, 0.2000])
     """
-    checks.positive_temperature("lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise")
     return Chain((Lattice(lr, temperature, generator=generator),))

@@ -69,9 +69,12 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
-_WHY = (
-    "a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
-    "use bc.sghmc, or bc.sgd(lr, momentum), to optimise"
+_HOT = checks.number(
+    "(0, inf)",
+    tensor=True,
+    schedule=True,
+    hint="a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
+    "use bc.sghmc, or bc.sgd(lr, momentum), to optimise",
 )
 _CAP = 20.0  # of the friction of one update
 
@@ -200,7 +203,7 @@ def _ou_scale(x: Tensor) -> Tensor:
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
 
-@checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM)
+@checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM, temperature=_HOT)
 def sgnht(
     lr: float,
     momentum: float = 0.9,
@@ -243,11 +246,10 @@ def sgnht(
             "friction can absorb more: use bc.sgld, or a momentum such as 0.5"
         )
     mass = _mass("sgnht", thermostat_mass, (1.0 - momentum) / lr**0.5)
-    checks.positive_temperature("sgnht", temperature, _WHY)
     return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator=generator),))
 
 
-@checks.factory_takes(step_size=checks.POSITIVE, friction=checks.POSITIVE)
+@checks.factory_takes(step_size=checks.POSITIVE, friction=checks.POSITIVE, temperature=_HOT)
 def badodab(
     step_size: float,
     friction: float = 1.0,
@@ -281,10 +283,9 @@ def badodab(
         >>> bc.samplers.badodab(0.1, temperature=0.0)
         Traceback (most recent call last):
             ...
-        ValueError: badodab: temperature must be positive, got 0.0: a thermostat holds the kinetic energy at T ...
+        ValueError: badodab: temperature must be a positive, finite number ..., got 0.0; a thermostat ...
     """
     mass = _mass("badodab", thermostat_mass, friction)
-    checks.positive_temperature("badodab", temperature, _WHY)
     return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator=generator),))
 
 

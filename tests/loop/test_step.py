@@ -454,16 +454,16 @@ MODEL = nn.Linear(2, 1)
 @pytest.mark.parametrize(
     "params, words",
     [
-        ({"w": torch.ones(2), "lr": 0.1}, r"leaf \['lr'\] is 0.1 \(float\), not a tensor"),
-        ({"w": torch.ones(2), "name": "x"}, r"leaf \['name'\] is 'x' \(str\)"),
+        ({"w": torch.ones(2), "lr": 0.1}, r"leaf \['lr'\] is float, 0.1, in which no gradient"),
+        ({"w": torch.ones(2), "name": "x"}, r"leaf \['name'\] is str, 'x'"),
         ({"w": torch.ones(2), "n": torch.arange(2)}, r"leaf \['n'\] is torch.int64, in which no gradient"),
         (
             nn.ParameterDict({"w": torch.ones(2)}),
-            r"leaf \(the bare tensor\) is a module, ParameterDict.*dict\(params.items\(\)\)",
+            r"leaf \(the bare tensor\) is ParameterDict, .*dict\(module.named_parameters\(\)\)",
         ),
         (
             {"head": MODEL, "w": torch.ones(2)},
-            r"leaf \['head'\] is a module, Linear.*dict\(module.named_parameters\(\)\)",
+            r"leaf \['head'\] is Linear, .*dict\(module.named_parameters\(\)\)",
         ),
     ],
 )
