@@ -5,6 +5,7 @@ To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and 
 """
 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
+from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
 from bayesopt_chain.curvature._operator import linear_operator
 from bayesopt_chain.curvature._products import (
@@ -18,6 +19,8 @@ from bayesopt_chain.curvature._subset import subset
 
 __all__ = [
     "STRUCTURES",
+    "CGInfo",
+    "cg",
     "diagonal_by_backward",
     "empirical_fisher",
     "fisher",

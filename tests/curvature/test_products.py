@@ -274,3 +274,28 @@ def test_a_density_of_ones_own_needs_no_forward_mode():
     outputs = targets + torch.rand(4, 2)  # where the cube is convex
     S = likelihoods.custom(lambda f, y: NoForwardMode.apply(f - y).sum(-1)).factors(outputs, targets)
     torch.testing.assert_close(torch.einsum("kbi,kbj->bij", S, S), torch.diag_embed(6 * (outputs - targets)))
+
+
+def test_cg_solves_damped_trees_with_and_without_a_preconditioner_and_a_start():
+    params, root = PARAMS(), torch.randn(21, 21)
+    A = torch.diag(torch.logspace(0, 4, 21)) + 0.1 * root @ root.T
+    product = lambda x: unflatten(flatten(x, params) @ A, params)  # noqa: E731
+    rescaled = lambda x: unflatten(flatten(x, params) / (A.diag() + 0.7), params)  # noqa: E731
+    expected = torch.linalg.solve(A + 0.7 * torch.eye(21), flatten(params, params))
+    ended = []
+    for options in ({}, {"preconditioner": rescaled}, {"x0": like(params), "preconditioner": rescaled}):
+        x, info = curvature.cg(product, params, damping=torch.tensor(0.7), rtol=1e-12, **options)
+        assert info.converged and torch.allclose(flatten(x, params), expected, rtol=1e-8)
+        ended.append(info.iterations)
+    assert ended[1] < ended[0] / 2
+    assert curvature.cg(product, params, damping=0.7, x0=x, rtol=1e-9)[1].iterations == 0
+    assert curvature.cg(product, params, maxiter=2)[1][::2] == (2, False)
+
+
+@pytest.mark.parametrize(
+    "scale, options, words",
+    [(-1, {}, "not positive definite"), (1, {"x0": torch.ones(3)}, "x0"), (1, {"damping": -1.0}, "=-1")],
+)
+def test_cg_refuses_an_indefinite_matrix_a_wrong_start_and_negative_damping(scale, options, words):
+    with pytest.raises(ValueError, match=words):
+        curvature.cg(lambda x: scale * x, torch.ones(2), **options)
