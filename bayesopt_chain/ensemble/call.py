@@ -15,10 +15,9 @@ from torch import nn
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import CRUSHED, LEAST, LEAST_SCORED, Data, Scale, far_off, moments, read, with_noise
-from bayesopt_chain.ensemble.ensemble import Ensemble
+from bayesopt_chain.ensemble.ensemble import Ensemble, Report
 from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
-from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
 from bayesopt_chain.likelihoods import Likelihood
@@ -196,9 +195,7 @@ def posterior_ensemble(
     if path is not None or mesh is not None:  # what another process or rank is to have too
         about |= {
             "data": describe(batches.flatten((raw.inputs, raw.targets))[0]),
-            "frozen": describe(frozen_of(networks.still.module)),
-            "network": described(networks.training.module),
-            "likelihood": [likelihood.name, describe(trained)],
+            **described(networks, likelihood),
         }
     stages = Stages(path, about, raw.device, mesh, progress)
     starts = stages.once("starts", lambda: {"params": networks.params, "buffers": networks.buffers})
@@ -207,7 +204,10 @@ def posterior_ensemble(
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
-    shared = [(x, x.clone()) for x in networks.attributes()]
+    own = [
+        x for layer in networks.training.module.modules() for x in vars(layer).values() if isinstance(x, torch.Tensor)
+    ]
+    before = [x.clone() for x in own]
     with checks.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         try:
             training = Training(problem, stages, event, prior_precision)
@@ -215,7 +215,7 @@ def posterior_ensemble(
             problem = replace(problem, loop=True)
             training = Training(problem, stages, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
-        if not all(torch.equal(x, before) for x, before in shared):
+        if not all(map(torch.equal, own, before)):
             raise ValueError(
                 f"{WHO}the module writes into a tensor of its own that is no buffer, which members would share and predictions "
                 "not see: register it (register_buffer)"
@@ -349,12 +349,7 @@ def _finished(
         said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))
         passes["chains"] = drawn.get("passes", 0.0)
         table |= drawn.get("alone", {})
-    for prior in (USUAL, FAN_IN):
-        if trained.z is not None:
-            who = [m for m, p in enumerate(trained.priors) if p == prior]
-            table[f"pilots, {prior}"] = float(
-                held.log_scores(problem, held.folds_of(problem, trained.pilots, who)).mean()
-            )
+    table |= trained.scores
     constant = None
     try:
         constant = None if alike else held.constant_scores(problem, folds)

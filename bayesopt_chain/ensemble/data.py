@@ -225,21 +225,21 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
         TypeError: nothing that data can be read from, or no tensors.
         ValueError: no targets, inputs that are not finite, too few data, or batches that do not fit together.
     """
-    size = None
+    size = data.batch_size if isinstance(data, (Epochs, DataLoader)) else None
     if isinstance(data, Epochs):
-        data, size = _of_epochs(data, who), data.batch_size
+        rows = data.common_rows()
+        data = data.parts() if data.leaves is not None else DataLoader(Subset(data.data, rows.tolist()), AT_ONCE)
     elif isinstance(data, DataLoader):
-        size = data.batch_size
-        data = _joined(_in_order(data, who), who)
+        data = _in_order(data, who)
     elif isinstance(data, Dataset):
-        data = _joined(DataLoader(data, AT_ONCE), who)
-    elif isinstance(data, list) and data and not isinstance(data[0], Tensor):
-        data = _joined(data, who)
+        data = DataLoader(data, AT_ONCE)
     elif not isinstance(data, (tuple, list, Mapping)):
         raise TypeError(
             f"{who}: data is {type(data).__name__}: pass tensors (inputs, targets), a Dataset, a DataLoader, a "
             "list of batches, or bc.epochs"
         )
+    is_one = isinstance(data, (tuple, Mapping)) or (isinstance(data, list) and any(map(torch.is_tensor, data[:1])))
+    data = data if is_one else _joined(data, who)
     inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
     if targets is None:
         raise ValueError(
@@ -264,13 +264,6 @@ def require_inputs(who: str, inputs: Any) -> None:
             raise ValueError(f"{who}: inputs are {x.layout}: pass dense tensors (x.to_dense())")
         if x.is_floating_point() and not bool(x.isfinite().all()):
             raise ValueError(f"{who}: the inputs of data hold NaN or infinity: fill in what is missing first")
-
-
-def _of_epochs(data: Epochs, who: str) -> Any:
-    """All data of epochs but those that they leave out."""
-    if data.leaves is None:
-        return _joined(DataLoader(Subset(data.data, data.common_rows().tolist()), AT_ONCE), who)
-    return next(data.parts(data.size))
 
 
 def _in_order(loader: DataLoader, who: str) -> Iterable[Any]:

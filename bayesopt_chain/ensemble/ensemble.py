@@ -1,9 +1,9 @@
-"""What the call returns: networks that predict together, stand as modules or draws, and are kept on disk."""
+"""What the call returns: networks that predict together, stand as modules or draws, and are kept on disk, with a report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,18 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import batches, checks
+from bayesopt_chain import checks
+from bayesopt_chain.data.epochs import columns
 from bayesopt_chain.ensemble.data import Scale, require_inputs, with_noise
-from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of
-from bayesopt_chain.ensemble.report import Report
+from bayesopt_chain.ensemble.members import MAKER, Members, copy_of, described, members_of
 from bayesopt_chain.ensemble.stages import damage_named
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive
-from bayesopt_chain.modules.functional import arguments_of, as_pair, copied, write_back
+from bayesopt_chain.modules.functional import arguments_of, as_pair, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.run import describe, difference
+from bayesopt_chain.runs.run import difference
 
 FORMAT = 6
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
@@ -39,6 +39,66 @@ KEYS = {
     "about",
     "inputs",
 }  # what a file has
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`bayesopt_chain.posterior_ensemble` did; ``print`` it.
+
+    Attributes:
+        kind: what came out, such as "ensemble of 4 networks".
+        chosen: what every argument came to, by name.
+        said: one sentence for each stage, in order.
+        passes: what each stage cost, in gradients of all data for each member.
+        training: the passes of one plain training of the members, to compare with.
+        seconds: what the call took.
+        held_out: mean held-out log score by what is predicted with, in nats a datum.
+        scale: what logits are divided by, or noise scales are multiplied by.
+        advice: what would help, by name.
+
+    Example:
+        >>> from bayesopt_chain.ensemble import Report
+        >>> report = Report("ensemble of 4 networks", {"steps": 100}, ["trained"], {"training": 1.3}, 1.0)
+        >>> report.cost
+        1.3
+    """
+
+    kind: str
+    chosen: dict[str, Any]
+    said: list[str]
+    passes: dict[str, float]
+    training: float
+    seconds: float = 0.0
+    held_out: dict[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    advice: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> float:
+        """All passes, in units of one plain training of the members."""
+        return sum(self.passes.values()) / self.training
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {value / self.training:.2f}" for name, value in self.passes.items())
+        lines = [
+            f"{self.kind[0].upper()}{self.kind[1:]}.",
+            "",
+            "Chosen: " + ", ".join(f"{k}={_short(v)}" for k, v in self.chosen.items()),
+            "",
+            *(f"* {sentence}" for sentence in self.said),
+            "",
+            "Held-out log score, nats a datum:",
+            *(f"  {name:<28} {value:.4f}" for name, value in self.held_out.items()),
+            "",
+            f"Cost: {sum(self.passes.values()):.4g} passes over the data for each member, {self.cost:.2f} times one training, "
+            f"in {self.seconds:.3g} s ({shares})",
+            *(f"Advice ({name}): {text}" for name, text in self.advice.items()),
+        ]
+        return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,25 +153,23 @@ class Ensemble:
             torch.Size([3, 1])
         """
         parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
-        for batch in batches_of(data, partial(as_pair, module=self.members.still.module)):
-            inputs = _inputs(batch)
+        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
+        for inputs, _ in batches_of(data, partial(as_pair, module=self.members.still.module)):
+            *_, n = columns((inputs,), "predict")
+            require_inputs("predict", inputs)
             with checks.blaming("Ensemble.predict", "data"):
-                likelihood, outputs = self._outputs(inputs)
+                outputs = outputs_of(self.members.still, params, buffers, inputs, self.loop)
+            if outputs.shape[1] != n:
+                raise ValueError(
+                    f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
+                )
+            if self.factor != 1:
+                likelihood, outputs = self.likelihood.widened(outputs, self.factor)
             numbers += outputs.numel() if likelihood.has_classes else 0  # which alone can be added up
             parts.append(likelihood.pooled(outputs) if numbers > MOST_NUMBERS else likelihood.mixture(outputs))
         if not parts:
             raise ValueError("predict: data has no batches")
         return _joined(likelihood, parts)
-
-    def _outputs(self, inputs: Any) -> tuple[Likelihood, Tensor]:
-        """The likelihood and the outputs ``[S, n, *event]`` of all draws, as wide as held-out data asked for."""
-        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
-        outputs = outputs_of(self.members.still, params, buffers, inputs, self.loop)
-        if outputs.shape[1] != (n := len(batches.flatten(inputs)[0][0])):
-            raise ValueError(
-                f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
-            )
-        return (self.likelihood, outputs) if self.factor == 1 else self.likelihood.widened(outputs, self.factor)
 
     @checks.takes()
     def draws(self) -> Draws:
@@ -149,10 +207,9 @@ class Ensemble:
             >>> torch.allclose(outputs.mean(0), e.predict(x).mean, atol=1e-5)
             True
         """
-        base, made = self.members.still.module, list[nn.Module]()
-        shared = {id(p): p for p in base.parameters() if not p.requires_grad}
+        made = list[nn.Module]()
         for m in range(next(iter(self.params.values())).shape[1]):
-            module = copied(base, dict(shared))
+            module = copy_of(self.members.still.module)
             last = ({k: x[-1, m] for k, x in t.items()} for t in (self.params, self.buffers))
             write_back(module, *last)
             made.append(Scaled(module, self.scale).eval() if self.scale.said else module)
@@ -190,7 +247,7 @@ class Ensemble:
             "seed": self.report.chosen["seed"],
             "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
             "loop": self.loop,
-            "about": _about(self.likelihood, self.members),
+            "about": described(self.members, self.likelihood),
             "inputs": self.members.inputs,
         }
         files.write_tree(Path(path), state)
@@ -232,7 +289,7 @@ class Ensemble:
         scale = Scale(*state["scale"])
         count = next(iter(params.values())).shape[1]
         members = members_of(make_model, count, state["seed"], None, state["inputs"]).within(scale)
-        if what := difference(state["about"], _about(likelihood, members)):
+        if what := difference(state["about"], described(members, likelihood)):
             raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
         if state["noise"] is not None:
             likelihood = with_noise(likelihood, state["noise"])
@@ -278,17 +335,6 @@ class Scaled(nn.Module):
         return self.scale.out(self.module(*arguments, **keywords))
 
 
-def _about(likelihood: Likelihood, members: Members) -> dict[str, Any]:
-    """What a file says of likelihood and network, to be compared when it is opened."""
-    described_likelihood = None if likelihood.has_noise_scale else describe(likelihood)
-    return {
-        "parameters": {name: list(x.shape[1:]) for name, x in members.params.items()},
-        "likelihood": [likelihood.name, described_likelihood],
-        "network": described(members.still.module),
-        "frozen": describe(frozen_of(members.still.module)),
-    }
-
-
 def _joined(likelihood: Likelihood, parts: list[Predictive]) -> Predictive:
     """One mixture of the data of several; if the draws of one were added up, those of all are."""
     if any(part.mean_entropy is not None for part in parts):
@@ -296,12 +342,3 @@ def _joined(likelihood: Likelihood, parts: list[Predictive]) -> Predictive:
     whole = likelihood.mixture(torch.cat([cast(Tensor, part.outputs) for part in parts], 1))
     entropies = [part.mean_entropy for part in parts if part.mean_entropy is not None]
     return replace(whole, mean_entropy=torch.cat(entropies)) if entropies else whole
-
-
-def _inputs(batch: Any) -> Any:
-    """The inputs of a batch ``(inputs, targets)``: tensors with the data on axis 0."""
-    leaves = batches.flatten(batch[0])[0]
-    if not leaves or not all(checks.VALUES.fits(x) and x.ndim for x in leaves):
-        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {checks.short(batch[0])}")
-    require_inputs("predict", batch[0])
-    return batch[0]

@@ -85,19 +85,20 @@ def doubled(targets: Any) -> Any:
     return batches.tree_map(lambda x: x.double() if x.is_floating_point() else x, targets)
 
 
-def score(likelihood: Likelihood, folds: Sequence[Fold], factor: float = 1.0) -> Tensor:
-    """Log scores of the data of all folds, ``[n]``, on the CPU; predictions are widened by a factor."""
+def scored(likelihood: Likelihood, folds: Sequence[Fold], factor: float = 1.0) -> Tensor:
+    """Log scores of the targets of all folds times their weights, ``[n, P]``; predictions are widened by a factor."""
     found = []
     for fold in folds:
         lik, outputs = likelihood.widened(fold.outputs, factor) if factor != 1 else (likelihood, fold.outputs)
-        logs = _floored(lik.log_prob(outputs, likelihood.labels(fold.targets)), fold)
-        found.append(((logs.logsumexp(0) - math.log(len(logs))) * weights_of(likelihood, fold.targets)).sum(1))
-    return torch.cat(found).cpu()
+        logs = lik.log_prob(outputs, likelihood.labels(fold.targets)).reshape(*outputs.shape[:2], -1)
+        logs = logs.where(logs.isfinite(), fold.floor).maximum(fold.floor)
+        found.append((logs.logsumexp(0) - math.log(len(logs))) * weights_of(likelihood, fold.targets))
+    return torch.cat(found)
 
 
-def _floored(logs: Tensor, fold: Fold) -> Tensor:
-    logs = logs.reshape(*logs.shape[:2], -1)
-    return logs.where(logs.isfinite(), fold.floor).maximum(fold.floor)
+def score(likelihood: Likelihood, folds: Sequence[Fold], factor: float = 1.0) -> Tensor:
+    """Log scores of the data of all folds, ``[n]``, on the CPU."""
+    return scored(likelihood, folds, factor).sum(1).cpu()
 
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
@@ -156,16 +157,11 @@ def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
 
 def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
     """The noise ``[*event]`` with which the members predict best, and whether one is at an end of its grid."""
-    lik, event = problem.likelihood, folds[0].outputs.shape[2:]
-    weights = torch.cat([weights_of(lik, fold.targets) for fold in folds])
-    table = []
-    for c in NOISES.flip(0).tolist():  # the largest first: it is taken where all score the least that counts
-        wider = lik.scaled(1 / c)
-        logs = [_floored(wider.log_prob(f.outputs, lik.labels(f.targets)), f).logsumexp(0) for f in folds]
-        table.append((torch.cat(logs) * weights).sum(0))
-    at, counts = len(NOISES) - 1 - torch.stack(table).argmax(0), weights.sum(0)
-    at_end = bool(((at == 0) | (at == len(NOISES) - 1))[counts > 0].any())
-    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), at_end
+    likelihood, grid = problem.likelihood, NOISES.flip(0)  # the largest first: it is taken where all score the least
+    best = torch.stack([scored(likelihood.scaled(1 / c), folds).sum(0) for c in grid.tolist()]).argmax(0)
+    counts = torch.cat([weights_of(likelihood, fold.targets) for fold in folds]).sum(0)
+    at_end = bool(((best == 0) | (best == len(grid) - 1))[counts > 0].any())
+    return _shrunk(grid.to(counts)[best] * counts, counts).reshape(folds[0].outputs.shape[2:]), at_end
 
 
 def noise_of_all(

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Data, Scale
+from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
 from bayesopt_chain.runs.run import describe
 
@@ -34,7 +35,7 @@ class Members(NamedTuple):
         params, buffers: stacked, ``[M, *]``, by name.
         training: the network as it is trained, its dropout on and BatchNorm on the batch.
         still: the network in ``eval`` mode, a function of parameters and data alone.
-        inputs: two data of zeros, which make lazy layers again; ``None`` where there are none.
+        inputs: two data of zeros, which make lazy layers again.
     """
 
     params: Tensors
@@ -78,10 +79,6 @@ class Members(NamedTuple):
             self.outputs(inputs)
         return found
 
-    def attributes(self) -> list[Tensor]:
-        """Tensors of the network in training that are neither parameters nor buffers, which all members share."""
-        return [x for layer in self.training.module.modules() for x in vars(layer).values() if isinstance(x, Tensor)]
-
 
 class Products(TorchDispatchMode):
     """Products of matrices and convolutions with parameters while it is on: a parameter is known by its memory, so that views
@@ -124,15 +121,24 @@ class Products(TorchDispatchMode):
         return out
 
 
-def described(module: nn.Module) -> dict[str, Any]:
-    """What a network computes, as JSON that compares: of every layer its class, what it shows, and, of one's own, its code."""
-    return {
+def described(members: Members, likelihood: Likelihood) -> dict[str, Any]:
+    """What the networks compute and are compared with targets by, as JSON that compares: shapes of parameters; of every layer its
+    class, what it shows, and, of one's own, its code; frozen parameters. Of Gaussian noise of a known variance the number does not
+    count."""
+    network = members.still.module
+    layers = {
         name: [
             type(layer).__name__,
             layer.extra_repr(),
             None if type(layer).__module__.startswith("torch.nn") else describe(type(layer).forward),
         ]
-        for name, layer in module.named_modules()
+        for name, layer in network.named_modules()
+    }
+    return {
+        "parameters": {name: list(x.shape[1:]) for name, x in members.params.items()},
+        "likelihood": [likelihood.name, None if likelihood.has_noise_scale else describe(likelihood)],
+        "network": layers,
+        "frozen": describe(frozen_of(network)),
     }
 
 
@@ -156,14 +162,14 @@ def members_of(
         TypeError: a function that returns no module.
         ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
-    (first, lazy), parts = _made(make_model, 1000 * seed, inputs, device), []
+    first, parts = _made(make_model, 1000 * seed, inputs, device), []
     if any(p.is_complex() for p in first.parameters()):
         raise ValueError(
             "posterior_ensemble: the module has complex parameters, which have no prior here: make it of real ones"
         )
     frozen = frozen_of(first)
     for i in range(members):
-        network = _made(make_model, 1000 * seed + i, inputs, device)[0] if i else first
+        network = _made(make_model, 1000 * seed + i, inputs, device) if i else first
         part = make_functional(network)
         parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
         if not i:
@@ -186,7 +192,7 @@ def members_of(
                 "posterior_ensemble: member 0 and another start from the same weights: make_model must draw new ones "
                 "(return a new module), or pass one module, whose weights are drawn anew"
             )
-    training, still = _copied(first).train(), _copied(first).eval()
+    training, still = copy_of(first).train(), copy_of(first).eval()
     for name, layer in first.named_modules():
         if (
             isinstance(layer, BatchNorm)
@@ -195,7 +201,7 @@ def members_of(
         ):
             training.get_submodule(name).eval()
     params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
-    zeros = batches.tree_map(torch.zeros_like, inputs) if lazy else None
+    zeros = batches.tree_map(torch.zeros_like, inputs)
     return Members(params, buffers, *(make_functional(m).forward for m in (training, still)), inputs=zeros).within(
         Scale()
     )
@@ -238,30 +244,29 @@ def frozen_of(module: nn.Module) -> Tensors:
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copy_of(module: nn.Module) -> nn.Module:
     """A copy that shares the frozen parameters."""
     return copied(module, {id(p): p for p in frozen_of(module).values()})
 
 
-def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> tuple[nn.Module, bool]:
-    """A network of these weights, on a device, and whether it had lazy layers; frozen weights that it shares with a user's
+def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
+    """A network of these weights, on a device; frozen weights that it shares with a user's
     module stay where they are there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         anew = isinstance(make_model, nn.Module)
-        network: Any = _copied(make_model) if anew else make_model()
+        network: Any = copy_of(make_model) if anew else make_model()
         if not isinstance(network, nn.Module):
             raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
         network = inner_of(network)
-        lazy = any(isinstance(p, nn.UninitializedParameter) for p in network.parameters())
-        if inputs is not None and lazy:
+        if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)
             with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
                 network(*arguments, **keywords)
         network = _drawn_anew(network) if anew else network
         elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
-        return (copied(network) if elsewhere else network).to(device), lazy
+        return (copied(network) if elsewhere else network).to(device)
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:

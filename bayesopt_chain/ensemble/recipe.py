@@ -65,6 +65,7 @@ class Trained(NamedTuple):
         noise: of training, ``[M, *event]``, in units of the targets' variance.
         steps: of training, and with all data.
         z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
+        scores: mean held-out log score of the pilots of each prior, on the folds that both left out.
         ends: theta and buffers before any member saw all data; nothing before.
     """
 
@@ -76,6 +77,7 @@ class Trained(NamedTuple):
     noise: Tensor
     steps: tuple[int, int]
     z: float | None
+    scores: dict[str, float]
     ends: dict[str, Any]
 
     @property
@@ -148,7 +150,7 @@ class Training:
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
         c = torch.tensor([NOISE if p == USUAL else FIRST for p in priors], dtype=torch.float64, device="cpu")
         noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
-        self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {})
+        self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {}, {})
         self.state: Any = problem.start()
         self.prepare()
         self.run = problem.step
@@ -233,23 +235,12 @@ class Training:
         t, looked = start, (start, time.perf_counter())
         renewals, marks = self.marks()
         while t < sum(self.done.steps):
-            steps, more = self.done.steps
-            new = not half or t > start
-            if new and t in renewals:
-                self.look()
-                self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])
-                self.prepare()
-            if t == steps and not self.done.ends:
-                self.look()
-                self.choose()
-                self.prepare()
-            if new and t in marks:
+            if t in marks:
                 (before, then), looked = looked, (t, time.perf_counter())
-                if until is not None:
+                if until is not None and t > before:
                     fit = max(0.0, until - looked[1]) / max(looked[1] - then, 1e-9) * (t - before)
-                    steps, more = stages.of_first(refitted, t, steps, fit, most)
-                    self.done = self.done._replace(steps=(steps, more))
-                    stages.total, (renewals, marks) = steps + more, self.marks()
+                    self.done = self.done._replace(steps=stages.of_first(refitted, t, self.done.steps[0], fit, most))
+                    stages.total, (renewals, marks) = sum(self.done.steps), self.marks()
                 if stages.path is not None:
                     at = {
                         "leaves": stages.gathered(optree.tree_leaves(self.state)),
@@ -258,9 +249,18 @@ class Training:
                         "done": self.done._asdict(),
                     }
                     stages.write("training under way", at)
+            steps, more = self.done.steps
+            if t in renewals:
+                self.look()
+                self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])
+                self.prepare()
+            if t == steps and not self.done.ends:
+                self.look()
+                self.choose()
+                self.prepare()
             rates = self.rates(rate_at(t, lr, steps, more, self.again))
             self.state, _ = self.run(self.state, self.batch(t if t < steps else t - steps), rates)
-            self.stages.advance()
+            stages.advance()
             t += 1
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
@@ -303,20 +303,22 @@ class Training:
 
     def choose(self) -> None:
         """Set the priors to go on with, the z of their comparison, and the noise."""
-        problem, done, z, now = self.problem, self.done, None, self.done.priors
+        problem, done, z, now, means = self.problem, self.done, None, self.done.priors, dict[str, float]()
         if FAN_IN in done.priors:
             who = {p: [m for m, own in enumerate(done.priors) if own == p] for p in PRIORS}
             folds = {p: held.folds_of(problem, done.pilots, who[p]) for p in PRIORS if who[p]}
             if len(folds) == 2:
                 shared = {f.rows for f in folds[USUAL]} & {f.rows for f in folds[FAN_IN]}
                 scores = [held.log_scores(problem, [f for f in folds[p] if f.rows in shared]) for p in PRIORS]
+                means = {f"pilots, {p}": float(score.mean()) for p, score in zip(PRIORS, scores)}
                 z = self.stages.of_first(held.z_of, scores[1] - scores[0])
                 if abs(z) >= 1:
                     now = [FAN_IN if z > 0 else USUAL] * problem.count
             v0 = self.v0(folds[FAN_IN])
             for m, prior in enumerate(now):
                 done.noise[m] = v0 if prior == FAN_IN else NOISE
-        self.done = done._replace(now=now, z=z, ends={"theta": done.theta, "buffers": done.buffers})
+        ends = {"theta": done.theta, "buffers": done.buffers}
+        self.done = done._replace(now=now, z=z, scores=means, ends=ends)
 
 
 def _require_finite(tensors: list[Tensor], stage: str) -> None:

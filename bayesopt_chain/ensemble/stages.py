@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from bayesopt_chain.distributed.ranks import answers, chains_of, gather_tensors, require_alike, require_one_axis, world
 from bayesopt_chain.runs import files
-from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.run import difference
 
 T = TypeVar("T")
-CALL = "call.safetensors"
+CALL = "call"
 
 
 class Stages:
@@ -67,7 +66,7 @@ class Stages:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
         self.shown, self.started = shown and self.is_first, time.monotonic()
         self.begin("training", 1)
-        self.of_first(self._claim, about)
+        self._claim(about)
 
     @property
     def is_first(self) -> bool:
@@ -111,16 +110,8 @@ class Stages:
         Raises:
             ValueError: another call's.
         """
-        if self.path is None:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        file, mine = self.path / CALL, json.loads(json.dumps(dict(about)))
-        if not file.exists():
-            files.write(file, {}, mine)
-            return
-        with damage_named(self.who):
-            written = File(file).metadata
-        if what := difference(written, mine):
+        mine = json.loads(json.dumps(dict(about)))
+        if what := difference(self.once(CALL, lambda: mine), mine):
             raise ValueError(
                 f"{self.who}: {self.path} holds another call: {what}; give this one a directory of its own"
             )
@@ -128,41 +119,36 @@ class Stages:
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
         if (found := self.read(name)) is None:
-            own: Any = make()
-            made: Any = self.of_first(lambda: own)
+            own = make()
+            found = self.of_first(lambda: own)
             # as it is read again: products with another order of axes round in another way
-            made = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, made)
-            self.write(name, made)
-            return made
+            found = cast(
+                Any, optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, cast(Any, found))
+            )
+            self.write(name, found)
         return found
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What was written under a name, ``None`` if nothing was."""
         if self.path is None:
             return None
-        file = self.path / f"{name}.safetensors"
-
-        def stored() -> Any:
-            with damage_named(self.who):
-                return files.read_tree(file, self.device) if file.exists() else None
-
-        return self.of_first(stored)
+        file, stored = self.path / f"{name}.safetensors", damage_named(self.who)(files.read_tree)
+        return self.of_first(lambda: stored(file, self.device) if file.exists() else None)
 
     def write(self, name: str, what: dict[str, Any]) -> None:
         """Write a stage, or how far it is."""
         if self.path is not None:
-            file = self.path / f"{name}.safetensors"
-            self.of_first(files.write_tree, file, what)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.of_first(files.write_tree, self.path / f"{name}.safetensors", what)
 
     def gathered(self, tree: T) -> T:
         """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``; 0-d ones are the same on all."""
         if self.mesh is None:
             return tree
-        leaves, spec = optree.tree_flatten(tree)  # pyright: ignore[reportArgumentType]
+        leaves, spec = optree.tree_flatten(cast(Any, tree))
         parts = gather_tensors({str(i): x for i, x in enumerate(leaves)}, self.mesh)
-        first = parts[0]  # of numbers, which all ranks have in common
-        every = [torch.cat([part[name] for part in parts]) if x.ndim else x for name, x in first.items()]
-        return spec.unflatten(every)  # pyright: ignore
+        every = zip(*(part.values() for part in parts))
+        return cast(Any, spec.unflatten([torch.cat(xs) if xs[0].ndim else xs[0] for xs in every]))
 
 
 @contextmanager

@@ -264,11 +264,8 @@ def forget(module: torch.nn.Module) -> None:
 
 def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[Tensor]:
     """Of each member, outputs ``[n_f, *event]`` on the fold that it left out; all members ``[M, *]`` are given."""
-    params = problem.tree(theta)
-    found: list[Any] = [None] * problem.count
+    params, found = problem.tree(theta), dict[int, Tensor]()
     for fold, who in problem.left_out:
-        some, still = [{k: x[who] for k, x in t.items()} for t in (params, buffers)], problem.members.still
-        outputs = outputs_of(still, some[0], some[1], problem.data.take(fold)[0], problem.loop)
-        for m, f in zip(who, outputs):
-            found[m] = f
-    return found
+        some = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
+        found |= zip(who, outputs_of(problem.members.still, *some, problem.data.take(fold)[0], problem.loop))
+    return [found[m] for m in range(problem.count)]

@@ -450,9 +450,13 @@ class _Kept(Stages):
         super().__init__(path, given, next(iter(problem.named.values())).device, mesh)
 
     def _claim(self, about: Mapping[str, Any]) -> None:
-        if (path := self.path) is not None and not (path / CALL).exists() and path.is_dir() and any(path.iterdir()):
-            raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
+        if self.read(CALL) is None:
+            self.of_first(self._require_own_folder)
         super()._claim(about)
+
+    def _require_own_folder(self) -> None:
+        if (path := self.path) is not None and path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
 
     @property
     def is_done(self) -> bool:
