@@ -308,7 +308,9 @@ def blaming(who: str, name: str) -> Iterator[None]:
         if f"{who}: " in str(err) or (isinstance(err, ValueError) and not of_torch):
             raise
         wrong = TypeError if isinstance(err, TypeError) else ValueError
-        raise wrong(f"{who}: {name}: the model cannot take it ({err})") from err
+        of_dtypes = isinstance(err, RuntimeError) and "type" in str(err)
+        cure = "; convert the inputs (x.to(dtype)) or the model (module.double(), module.float())" if of_dtypes else ""
+        raise wrong(f"{who}: {name}: the model cannot take it ({err}){cure}") from err
 
 
 def installed(who: str, extra: str, *packages: str) -> None:

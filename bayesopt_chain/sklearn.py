@@ -1,12 +1,14 @@
 """``posterior_ensemble`` as estimators of scikit-learn: ``PosteriorRegressor`` and ``PosteriorClassifier``.
 
 They make a network of hidden layers of ReLU units (or take yours), and compute in double precision. Networks that predict
-held-out data worse than a constant give a warning here, not an error. Needs scikit-learn: the extra ``sklearn``.
+held-out data worse than a constant give a warning here, not an error. Data have no weights here, since folds that are left out
+would count otherwise than scikit-learn asks for: with weights call ``posterior_ensemble`` with data ``(X, (y, weights))`` and
+``bc.likelihoods.weighted``. Needs scikit-learn: the extra ``sklearn``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bayesopt_chain import checks, likelihoods
@@ -123,22 +125,19 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         ((40,), True)
     """
 
-    def fit(self, X: Any, y: Any, **more: Any) -> PosteriorRegressor:
+    def fit(self, X: Any, y: Any) -> PosteriorRegressor:
         """Train, and find the noise.
 
         Args:
             X: inputs ``[n, d]``.
             y: targets ``[n]`` or ``[n, outputs]``.
-            more: nothing; ``sample_weight`` is refused with what to do instead.
 
         Returns:
             Itself.
 
         Raises:
-            TypeError: further arguments, such as ``sample_weight``.
             ValueError: fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
-        _refuse(more, "gaussian")
         X, y = validate_data(
             self, X, y, dtype=np.float64, order="C", multi_output=True, y_numeric=True, ensure_min_samples=LEAST
         )
@@ -230,22 +229,19 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         (40, 2)
     """
 
-    def fit(self, X: Any, y: Any, **more: Any) -> PosteriorClassifier:
+    def fit(self, X: Any, y: Any) -> PosteriorClassifier:
         """Train.
 
         Args:
             X: inputs ``[n, d]``.
             y: labels ``[n]``.
-            more: nothing; ``sample_weight`` is refused with what to do instead.
 
         Returns:
             Itself.
 
         Raises:
-            TypeError: further arguments, such as ``sample_weight``.
             ValueError: one class alone, or fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
-        _refuse(more, "categorical")
         X, y = validate_data(self, X, y, dtype=np.float64, order="C", ensure_min_samples=LEAST)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
@@ -294,15 +290,3 @@ def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Modul
         layers += [nn.Linear(inputs, width), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
-
-
-def _refuse(more: Mapping[str, Any], likelihood: str) -> None:
-    """Refuse further arguments of ``fit`` by name."""
-    if "sample_weight" in more:
-        raise TypeError(
-            "fit: sample_weight is not taken here, for folds that are left out and duplicates would count otherwise than "
-            "scikit-learn asks for: call bc.posterior_ensemble with data (X, (y, weights)) and the likelihood "
-            f"bc.likelihoods.weighted(bc.likelihoods.{likelihood}())"
-        )
-    if more:
-        raise TypeError(f"fit: there is no argument {next(iter(more))}: it takes X and y")

@@ -490,18 +490,8 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
     inputs = data.inputs_of(LEAST)
-    own, dtypes = ({x.dtype for x in leaves} for leaves in (networks.params.values(), batches.flatten(inputs)[0]))
     with checks.blaming("posterior_ensemble", "data"):
-        try:
-            whole: Any = networks.outputs(inputs)
-        except RuntimeError as err:
-            if not own.isdisjoint(dtypes):
-                raise
-            wanted = own.pop()
-            raise TypeError(
-                f"{WHO}inputs are {dtypes.pop()} and the module's weights {wanted} ({err}): convert the inputs "
-                f"(inputs.to({wanted})), or return another module from make_model (module.double(), module.float())"
-            ) from err
+        whole: Any = networks.outputs(inputs)
         trained: Any = networks.outputs(inputs, networks.training)
     if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (LEAST,):
         raise ValueError(

@@ -122,9 +122,8 @@ class Products(TorchDispatchMode):
 
 
 def described(members: Members, likelihood: Likelihood) -> dict[str, Any]:
-    """What the networks compute and are compared with targets by, as JSON that compares: shapes of parameters; of every layer its
-    class, what it shows, and, of one's own, its code; frozen parameters. Of Gaussian noise of a known variance the number does not
-    count."""
+    """What networks compute and targets are compared with, as JSON that compares: shapes of parameters; of every layer its class,
+    what it shows, and, of one's own, its code; frozen parameters; the likelihood, whatever variance is known of Gaussian noise."""
     network = members.still.module
     layers = {
         name: [
