@@ -30,7 +30,7 @@ from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
-from bayesopt_chain.ensemble.training import Problem, Tensors, constants, held_out_outputs
+from bayesopt_chain.ensemble.training import Problem, Tensors, held_out_outputs
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers.functional import sgd
@@ -63,21 +63,21 @@ class Chains:
     def __init__(self, problem: Problem, buffers: Tensors, noise: Tensor, precision: Tensor, held_out: bool) -> None:
         least = min(problem.seen(held_out))
         self.problem, self.buffers = replace(problem, batch_size=least), buffers
-        self.batch_of = self.problem.batches(held_out, 5)
-        noise, decay, size = constants(problem, noise, (precision / least).expand_as(problem.theta))
-        self.fixed, self.temperature = (noise, decay, torch.ones_like(size)), 1 / least
+        self.decay, self.temperature = (precision / least).expand_as(problem.theta), 1 / least
+        self.batch = self.problem.batches(held_out, 5, noise, self.decay)
 
     def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
         """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
         problem = self.problem
 
         def loss(params: Any, batch: Any) -> Tensor:
-            return problem.energy(params["theta"], *batch, still=True)[0]
+            (*batch, size), buffers = batch
+            return problem.energy(params["theta"], (*batch, torch.ones_like(size)), buffers, still=True)[0]
 
         chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.loop)
 
         def step(params: Any, state: Any, t: int) -> Any:
-            return chains(params, state, ((*self.batch_of(t), *self.fixed), self.buffers))[:2]
+            return chains(params, state, (self.batch(t), self.buffers))[:2]
 
         return step, {"theta": theta}, chains.init(tx, {"theta": theta}, seed=seed)
 
@@ -94,7 +94,7 @@ class Chains:
             return ((gradient(theta + by * v.reshape(theta.shape)) - here) / by).flatten()
 
         found = lanczos(product, theta.flatten(), 1, tolerance=0.02, max_products=PRODUCTS)[0]
-        return max(float(found[0]), float(self.fixed[1].min()), 1e-12)
+        return max(float(found[0]), float(self.decay.min()), 1e-12)
 
     def run(self, theta: Tensor, steps: int, seed: int, advance: Any = lambda: None) -> Tensor:
         """Draws ``[D, M, P]`` of the last half of so many steps from theta ``[M, P]``, the last where they end."""

@@ -21,7 +21,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, checks
 from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
@@ -254,7 +254,7 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
 
 
 def require_inputs(who: str, inputs: Any) -> None:
-    """Refuse inputs that are sparse or hold NaN or infinity, which a network would turn into predictions that are nothing.
+    """Refuse inputs that are sparse, or hold NaN or infinity, which a network would turn into predictions that are nothing.
 
     Raises:
         ValueError: naming what they hold.
@@ -262,8 +262,7 @@ def require_inputs(who: str, inputs: Any) -> None:
     for x in batches.flatten(inputs)[0]:
         if x.layout != torch.strided:
             raise ValueError(f"{who}: inputs are {x.layout}: pass dense tensors (x.to_dense())")
-        if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise ValueError(f"{who}: the inputs of data hold NaN or infinity: fill in what is missing first")
+        checks.finite_data(f"{who}: inputs", x)
 
 
 def _in_order(loader: DataLoader, who: str) -> Iterable[Any]:
@@ -278,8 +277,9 @@ def _in_order(loader: DataLoader, who: str) -> Iterable[Any]:
             f"{who}: the loader's {type(sampler).__name__} gives data more than once: pass the data "
             "without it, and weights by bc.likelihoods.weighted"
         )
-    each = getattr(picks, "batch_size", AT_ONCE)
-    return DataLoader(Subset(loader.dataset, rows), each, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    return DataLoader(
+        Subset(loader.dataset, rows), AT_ONCE, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )
 
 
 def _joined(loader: Iterable[Any], who: str) -> Any:

@@ -122,8 +122,10 @@ class Products(TorchDispatchMode):
 
 
 def described(members: Members, likelihood: Likelihood) -> dict[str, Any]:
-    """What networks compute and targets are compared with, as JSON that compares: shapes of parameters; of every layer its class,
-    what it shows, and, of one's own, its code; frozen parameters; the likelihood, whatever variance is known of Gaussian noise."""
+    """Networks and likelihood as JSON that compares.
+
+    Of every layer it has the class, what it shows, and, of one's own, its code. A variance of Gaussian noise does not count.
+    """
     network = members.still.module
     layers = {
         name: [
@@ -161,18 +163,15 @@ def members_of(
         TypeError: a function that returns no module.
         ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
-    first, parts = _made(make_model, 1000 * seed, inputs, device), []
+    first = _made(make_model, 1000 * seed, inputs, device)
     if any(p.is_complex() for p in first.parameters()):
         raise ValueError(
             "posterior_ensemble: the module has complex parameters, which have no prior here: make it of real ones"
         )
-    frozen = frozen_of(first)
-    for i in range(members):
-        network = _made(make_model, 1000 * seed + i, inputs, device) if i else first
-        part = make_functional(network)
-        parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
-        if not i:
-            continue
+    parts = [make_functional(first)[1:]]
+    for i in range(1, members):
+        network = _made(make_model, 1000 * seed + i, inputs, device)
+        parts.append(make_functional(network)[1:])  # a base that make_model made again goes with its network
         if any(
             {n: x.shape for n, x in a.items()} != {n: x.shape for n, x in b.items()}
             for a, b in zip(parts[0], parts[-1])
@@ -181,12 +180,12 @@ def members_of(
                 f"posterior_ensemble: make_model returned other parameters or buffers for member {i} than for member 0"
             )
         own = frozen_of(network)
-        if any(x is not own[n] and not torch.equal(x, own[n]) for n, x in frozen.items()):
+        if any(x is not own[n] and not torch.equal(x, own[n]) for n, x in frozen_of(first).items()):
             raise ValueError(
                 "posterior_ensemble: the members' frozen parameters differ, but they share one network: load the same "
                 "pretrained weights in every call of make_model"
             )
-        if all(torch.equal(x, part.params[n]) for n, x in parts[0][0].items()):
+        if all(torch.equal(x, parts[-1][0][n]) for n, x in parts[0][0].items()):
             raise ValueError(
                 "posterior_ensemble: member 0 and another start from the same weights: make_model must draw new ones "
                 "(return a new module), or pass one module, whose weights are drawn anew"

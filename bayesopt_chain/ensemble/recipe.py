@@ -36,7 +36,6 @@ from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import (
     Problem,
     Tensors,
-    constants,
     held_out_outputs,
     outputs_of,
     program,
@@ -162,15 +161,10 @@ class Training:
     def prepare(self) -> None:
         """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
         problem, done, held_out = self.problem, self.done, not self.done.ends
-        self.batch_of = problem.batches(held_out, 1 if held_out else 3)
         decay = [self.precision_of[done.now[m]] / n for m, n in zip(problem.mine, problem.seen(held_out))]
-        self.fixed = constants(problem, done.noise, torch.stack(decay))
+        self.batch = problem.batches(held_out, 1 if held_out else 3, done.noise, torch.stack(decay))
         heights = [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine]
         self.again = torch.tensor(heights, dtype=torch.float64, device="cpu")
-
-    def batch(self, step: int) -> Any:
-        """What a step takes: data, and noise, decay and scale of this rank's members."""
-        return *self.batch_of(step), *self.fixed
 
     def rates(self, lr: Any) -> Tensor:
         """The rates of this rank's members, ``[m]``, from one for all or one for each."""

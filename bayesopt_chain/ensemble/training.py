@@ -33,7 +33,7 @@ from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.loss import gradient
-from bayesopt_chain.modules.functional import Tensors
+from bayesopt_chain.modules.functional import Tensors, one_by_one
 from bayesopt_chain.random.model_draws import model_draws, seeded
 from bayesopt_chain.random.stream import chain_seed, new_key
 
@@ -122,9 +122,18 @@ class Problem:
         """How many data each of this rank's members sees."""
         return [self.data.size - held_out * len(self.folds[m]) for m in self.mine]
 
-    def batches(self, held_out: bool, salt: int) -> Callable[[int], Any]:
-        """Inputs and targets ``[m, b, *]`` by step: each of this rank's members goes through the data that it sees, epoch after
-        epoch, in orders that are functions of seed, member and epoch. A rest that fills no batch waits for another epoch."""
+    def batches(self, held_out: bool, salt: int, noise: Tensor, decay: Tensor) -> Callable[[int], Any]:
+        """What a step takes, by its number: inputs, targets ``[m, b, *]``, noise, decay and scale of this rank's members.
+
+        Each goes through the data that it sees, epoch after epoch, in orders that are functions of seed, member and epoch. A
+        rest that fills no batch waits for another epoch.
+
+        Args:
+            held_out: whether each member leaves its fold out.
+            salt: of the orders.
+            noise: v of all members, ``[M, *event]``, in units of the targets' variance.
+            decay: lambda / n of this rank's members, ``[m, P]``.
+        """
         whole = set(self.seen(held_out)) == {self.batch_size}
 
         def shuffled(rows: Tensor, seed: int, epoch: int, chain: int) -> Tensor:
@@ -139,10 +148,14 @@ class Problem:
             chains=len(self.mine),
             leave_out=[self.folds[m] if held_out else self.folds[m][:0] for m in self.mine],
         )
-        first = every.batch(0, 0)
+        first, theta, noise = every.batch(0, 0), self.theta, self.own(noise)
+        size = (
+            noise.reshape(len(noise), -1).mean(1) if self.likelihood.has_noise_scale else torch.ones_like(decay[:, 0])
+        )
+        fixed = [x.to(theta) for x in (noise, decay, size)]
 
         def batch(step: int) -> Any:
-            return first if whole else every.batch(*divmod(step, len(every)))
+            return *(first if whole else every.batch(*divmod(step, len(every)))), *fixed
 
         return batch
 
@@ -187,12 +200,7 @@ class Problem:
 
 def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
     """What a function makes of every member's part of stacked trees: under ``vmap``, or of one member after the other."""
-    if not loop:
-        return torch.vmap(function, randomness="error")(*stacked)
-    whole: Any = stacked
-    count = len(optree.tree_leaves(whole)[0])
-    rows = [function(*optree.tree_map(lambda x, i=i: x[i], whole)) for i in range(count)]
-    return optree.tree_map(lambda *x: torch.stack(x), *rows)
+    return one_by_one(function, *stacked) if loop else torch.vmap(function, randomness="error")(*stacked)
 
 
 def program(step: Callable, *given: Any) -> Callable:
@@ -227,13 +235,6 @@ def program(step: Callable, *given: Any) -> Callable:
     return replayed
 
 
-def constants(problem: Problem, noise: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
-    """Of noise ``[M, *event]`` and decay ``[m, P]`` those of this rank's members, and their scale ``[m]``, for a batch."""
-    theta, noise = problem.theta, noise[list(problem.mine)]
-    size = noise.reshape(len(noise), -1).mean(1) if problem.likelihood.has_noise_scale else torch.ones_like(decay[:, 0])
-    return noise.to(theta), decay.to(theta), size.to(theta)
-
-
 @torch.no_grad()
 def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loop: bool) -> Tensor:
     """Outputs ``[S, n, *event]`` for stacked parameters and buffers ``[S, *]``, for as many data at once as fit."""
@@ -266,6 +267,6 @@ def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[
     """Of each member, outputs ``[n_f, *event]`` on the fold that it left out; all members ``[M, *]`` are given."""
     params, found = problem.tree(theta), dict[int, Tensor]()
     for fold, who in problem.left_out:
-        some = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
-        found |= zip(who, outputs_of(problem.members.still, *some, problem.data.take(fold)[0], problem.loop))
+        own, kept = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
+        found |= zip(who, outputs_of(problem.members.still, own, kept, problem.data.take(fold)[0], problem.loop))
     return [found[m] for m in range(problem.count)]

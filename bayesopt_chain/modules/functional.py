@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import length_hint
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -205,6 +206,13 @@ def takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
     except (TypeError, ValueError):  # a scripted or foreign module, which does not say
         return True
     return any(a.kind is a.VAR_KEYWORD for a in arguments.values()) or set(names) <= arguments.keys()
+
+
+def one_by_one(function: Callable[..., Any], *stacked: Any) -> Any:
+    """What a function makes of each entry of stacked trees, stacked again: in the place of a ``vmap`` that refuses it."""
+    count = len(optree.tree_leaves(cast(Any, stacked))[0])
+    rows = [function(*optree.tree_map(lambda x, i=i: x[i], cast(Any, stacked))) for i in range(count)]
+    return optree.tree_map(lambda *x: torch.stack(x), *rows)
 
 
 def batch_inputs(batch: Any, module: Any = None) -> Any:

@@ -27,7 +27,7 @@ from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, req
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.loop.parallel import unstack
 from bayesopt_chain.modules.batch_norm import statistics
-from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional
+from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional, one_by_one
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
@@ -889,9 +889,7 @@ def at_many(forward: Callable[[Any, Any, Any], Tensor]) -> Callable[[Any, Any, A
                 return torch.vmap(lambda p, b: forward(p, batch, b), randomness="error")(draws, buffers)
             except RuntimeError as err:
                 refused.append(err)
-        both: Any = (draws, buffers)
-        singles = [optree.tree_map(lambda x, i=i: x[i], both) for i in range(size)]
-        return torch.stack([forward(p, batch, b) for p, b in singles])
+        return one_by_one(lambda p, b: forward(p, batch, b), draws, buffers)
 
     return outputs
 

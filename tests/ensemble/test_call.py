@@ -200,7 +200,7 @@ WRONG = [
     (lambda: SAME, (X, Y), GAUSSIAN, ValueError, "start from the same weights"),
     (BARE, (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
     (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
-    (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
+    (maker(), (X / 0, Y), GAUSSIAN, ValueError, "posterior_ensemble: inputs are NaN or infinite for 48 of 48"),
     (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
     (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
     (
@@ -290,7 +290,7 @@ def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
 
 
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
-    with pytest.raises(ValueError, match="predict: the inputs of data hold NaN"):
+    with pytest.raises(ValueError, match="predict: inputs are NaN or infinite for 1 of 4 data, number 3"):
         fitted.predict(torch.cat([X[:3], torch.full((1, 2), float("nan"))]))
     with pytest.raises(TypeError, match=r"^predict: data must be a tree of tensors.* it holds ndarray"):
         fitted.predict(X.numpy())

@@ -175,7 +175,7 @@ def test_data_with_equal_inputs_are_left_out_together():
 
 def test_each_member_sees_every_datum_but_its_fold_once_an_epoch():
     p = problem(members=3, batch_size=10)
-    batch = p.batches(True, 0)
+    batch = p.batches(True, 0, torch.ones(3, 1), torch.ones(3, 2))
     for m in range(3):
         for epoch in range(2):
             seen = torch.cat([batch(3 * epoch + i)[0][m, :, 0] for i in range(3)])
