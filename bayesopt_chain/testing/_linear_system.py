@@ -182,7 +182,7 @@ class ClosedLoop(NamedTuple):
 
     Attributes:
         A: shape ``[n, n]``, float64; the first ``d`` rows and columns are the parameters. Columns of coordinates that
-            never vary are zero, since they are not probed.
+            never vary are zero.
         B: shape ``[n, draws]``.
         varies: shape ``[n]``, bool: the coordinates that noise reaches, in this update or a later one like it, and those
             that varied before. A constant such as a frozen preconditioner is none of them.
@@ -226,7 +226,7 @@ def closed_loop(
     parts = [*one.params, *one.numbers]
     sizes, d = [t.numel() for t in parts], len(curvature)
 
-    def respond(x: Tensor, xi: Tensor | None) -> Tensor:
+    def respond(x: Tensor, xi: Tensor) -> Tensor:
         """The difference that ``x`` and ``xi`` away from rest make to the next ``x``."""
         at = [part.reshape(t.shape) for part, t in zip(x.split(sizes), parts)]
         force = (curvature @ x[:d]).split(sizes[: len(one.params)])
@@ -240,22 +240,13 @@ def closed_loop(
         new[:d] += x[:d]
         return new
 
-    n = sum(sizes)
-    B = torch.zeros(n, one.draws, dtype=torch.float64, device=curvature.device)
-    for k in range(one.draws):
-        B[:, k] = respond(B.new_zeros(n), torch.eye(one.draws, dtype=torch.float64, device=curvature.device)[k])
-    A = torch.zeros(n, n, dtype=torch.float64, device=curvature.device)
-    varies = (B != 0).any(dim=1)
-    if varied is not None:
-        varies = varies | varied
-    probed = torch.zeros_like(varies)
-    while bool((varies & ~probed).any()):
-        for k in (varies & ~probed).nonzero().squeeze(1):
-            impulse = torch.zeros(n, dtype=torch.float64, device=curvature.device)
-            impulse[k] = 1.0
-            A[:, k] = respond(impulse, None)
-            probed[k] = True
-        varies = varies | (A != 0).any(dim=1)
+    n, double = sum(sizes), {"dtype": torch.float64, "device": curvature.device}
+    impulses = torch.eye(n + one.draws, **double).split([n, one.draws], 1)
+    A, B = torch.stack([respond(x, xi) for x, xi in zip(*impulses)], 1).split([n, one.draws], 1)
+    varies = (B != 0).any(1) if varied is None else (B != 0).any(1) | varied
+    while bool(((A[:, varies] != 0).any(1) & ~varies).any()):
+        varies = varies | (A[:, varies] != 0).any(1)
+    A = torch.where(varies, A, 0.0)
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(curvature.device) * varies

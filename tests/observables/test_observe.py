@@ -395,24 +395,24 @@ def autoregressive(chains, draws, m, phi, seed):
     return torch.stack(out, 1)
 
 
-def recorded(y, x, kept=(), chains=slice(None)):
+def recorded(y, x, kept=("y", "x"), chains=slice(None)):
     m, n = y.shape[2], x.shape[2]
     shift = {"y": torch.full((m,), 0.3, dtype=torch.float64), "x": torch.zeros(n, dtype=torch.float64)}
-    record = Record(len(y[chains]), {"y": (m,), "x": (n,)}, [("y", "x")], kept, shift)
+    record = Record(len(y[chains]), shift, kept)
     for t in range(y.shape[1]):
         record.add({"y": y[chains, t], "x": x[chains, t]})
     return record
 
 
 @pytest.mark.parametrize("draws", [3, 8, 21, 700, 1029])
-def test_every_draw_counts_and_all_ways_to_sum_agree(draws):
-    """Also draws that fill no unit of 8; along the way, from kept draws, and merged from chains that ran apart."""
+def test_every_draw_counts_and_chains_that_ran_apart_are_merged(draws):
+    """Also draws that fill no unit of 8."""
     y, x = autoregressive(4, draws, 20, 0.5, 0) + 2.0, autoregressive(4, draws, 30, 0.5, 1)
     flat = [z.reshape(-1, z.shape[2]) for z in (y, x)]
     off = [z - z.mean(0) for z in flat]
     want = off[0].T @ off[1] / (4 * draws - 1)
     apart = merged([recorded(y, x, chains=slice(i, i + 1)) for i in range(4)])
-    for record in (recorded(y, x), recorded(y, x, ("y", "x")), apart):
+    for record in (recorded(y, x), apart):
         found, mean = record.covariance("y", "x"), record.mean("y")
         assert torch.allclose(found.value, want, rtol=0, atol=1e-13)
         assert torch.allclose(mean.value, flat[0].mean(0), rtol=0, atol=1e-13)
@@ -420,7 +420,7 @@ def test_every_draw_counts_and_all_ways_to_sum_agree(draws):
         if draws > 100:
             assert torch.allclose(found.error, recorded(y, x).covariance("y", "x").error, rtol=1e-9)
             assert torch.allclose(mean.error, recorded(y, x).mean("y").error, rtol=1e-9)
-    assert torch.allclose(recorded(y, x, ("y", "x")).trace("y"), y, rtol=0, atol=1e-15)
+    assert torch.allclose(recorded(y, x).trace("y"), y, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("chains", [4, 8])
@@ -454,7 +454,7 @@ def test_a_record_goes_on_from_its_state_and_refuses_that_of_other_observables()
     with pytest.raises(ValueError, match="whose shapes of observables are"):
         recorded(y[:, :0, :9], x[:, :0]).load_state_dict(half.state_dict())
     with pytest.raises(ValueError, match="no 'y' of which all draws are kept; there are 'x'"):
-        whole.trace("y")
+        recorded(y, x, ()).trace("y")
     with pytest.raises(ValueError, match="ended before its first draw"):
         recorded(y[:, :0], x[:, :0]).mean("y")
 

@@ -49,7 +49,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import initialised_devices, require_mean
-from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
+from bayesopt_chain.diagnostics.observables.sums import Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import (
     Measured,
     Target,
@@ -221,7 +221,7 @@ class Observed:
         """The covariance of two observables over the target.
 
         Args:
-            a, b: names of a pair in ``covariances``, or any two of which all draws are kept.
+            a, b: names of observables of which all draws are kept, as of those in ``covariances``.
 
         Returns:
             An estimate of shape ``[*shape of a, *shape of b]``.
@@ -424,9 +424,8 @@ def observe(
         strength: of the spring, ``s`` in ``s |theta - params|^2 / 2``, in units of the mean loss. Default:
             ``temperature``, by which the spring alone would allow each entry a standard deviation of 1. It never depends
             on ``params``.
-        covariances: pairs of names of which the covariance is wanted. Sums of it are made along the way, or all draws of
-            the two are kept where that is smaller.
-        kept: names of observables of which all draws are kept, as of all that have at most 16 entries.
+        covariances: pairs of names of which the covariance is wanted, so that all draws of the two are kept.
+        kept: names of further observables of which all draws are kept, as of all that have at most 16 entries.
         where: the free entries, as for :func:`bayesopt_chain.restrict`. Default: all.
         lr: learning rate. Default: a tenth of the stability limit where pilots go, or what the noise of the batches allows.
         momentum: of the chains. Default: .9, and up to .99 where the spring's directions would not spread in an eighth of
@@ -523,16 +522,8 @@ def observe(
                     f"observe: at_once={at_once}: vmap refuses loss or an observable ({why}); pass at_once=1"
                 )
             width = 1
-        m = {name: x.numel() for name, x in shift.items()}
-        draws = (steps - 1 - burn_in) // thinning + 1
-        small = {  # draws of the two are fewer numbers than sums of their products
-            name
-            for a, b in covariances
-            if a in m and b in m and chains * draws * (m[a] + m[b]) < (2 * BLOCKS + chains) * m[a] * m[b]
-            for name in (a, b)
-        }
         about_rate = (width, max(40, burn_in // 4), steps - burn_in, lr, momentum)
-        settings = _settings(path, target, about_rate, sorted({*kept, *small} & {*of}))
+        settings = _settings(path, target, about_rate)
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
         program: Any = None
         target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
@@ -546,13 +537,7 @@ def observe(
         about["loss"] += reference
         made = list[tuple[Watch, Any]]()
         for number in range(chains // width):
-            record = Record(
-                width,
-                {name: x.shape if name in of else (x.numel(),) for name, x in about.items()},
-                covariances,
-                settings["kept"],
-                {name: x.reshape(-1).double() for name, x in about.items()},
-            )
+            record = Record(width, about, wanted)
             measured = Measured(target, width, of, stiff, reference, number)
             watch = Watch(measured, record, burn_in, thinning, target.one_batch(width), of)
             tx, start = target.chain(lr), target.start(width)
@@ -600,15 +585,15 @@ def observe(
 
 
 def _settings(
-    path: Any, target: Target, about: tuple[int, int, int, float | None, float | None], kept: Sequence[str]
+    path: Any, target: Target, about: tuple[int, int, int, float | None, float | None]
 ) -> dict[str, Any]:
-    """The rate and what is kept: as a run on disk has begun with, or chosen now."""
+    """The rate: as a run on disk has begun with, or chosen now."""
     file = None if path is None else Path(path) / "settings.json"
     if file is not None and file.exists():
         known = json.loads(file.read_text())
         if all(given in (None, known[name]) for name, given in zip(("lr", "momentum"), about[3:])):
             return known
-    known = {**chosen(target, *about), "kept": list(kept)}
+    known = chosen(target, *about)
     if file is not None and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         files.replace(file, [json.dumps(known).encode()])

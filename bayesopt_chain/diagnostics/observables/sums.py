@@ -1,5 +1,6 @@
-r"""Means and covariances of observables along chains, with their Monte Carlo errors, from sums that do not grow with the
-run.
+r"""Means and covariances of observables along chains, with their Monte Carlo errors.
+
+Means come from sums that do not grow with the run, covariances from all draws of the two observables.
 
 Let ``y_ct``, ``x_ct`` be two observables (vectors) at draw ``t`` of chain ``c``, minus their values at the centre of the
 run, a shift that keeps the sums accurate. Draws are summed over ``B`` successive blocks of ``L`` draws; ``B`` is between
@@ -8,8 +9,7 @@ run, a shift that keeps the sums accurate. Draws are summed over ``B`` successiv
     mean             sum_ct y_ct / N
     its error        s^2 = (g_0 + 2 max(g_1, 0)) / (B C),  g_k the autocovariance of block means at a lag of k blocks
     covariance       sum_ct (y_ct - ybar) (x_ct - xbar)^T / (N - 1),  around the mean of all chains
-    its error        the same s^2 of the block means of (y - ybar)(x - xbar)^T, which follow from the sums:
-                     P - ybar S_x^T - S_y xbar^T + L ybar xbar^T,  P the sum of products of a block, S the sums
+    its error        the same s^2 of the block means of (y - ybar)(x - xbar)^T
     between chains   s^2 = sum_c (ybar_c - ybar)^2 / (C (C - 1)); where it exceeds the one of blocks by more than chance (F
     test, 1 %)
                      the chains disagree, and it is the larger one that is reported
@@ -27,7 +27,7 @@ import optree
 import torch
 from torch import Tensor
 
-UNIT = 8  # draws whose products are summed by one matrix product
+UNIT = 8  # draws that are summed at once
 BLOCKS = 16  # at least, and fewer than twice as many, once there are so many units
 SMALL = 16  # entries of an observable up to which all of its draws are kept
 
@@ -106,66 +106,46 @@ class Blocks:
 
 
 class Record:
-    """Sums, and draws where they are small, of observables of ``chains`` chains.
+    """Sums of observables of ``chains`` chains, and all draws of some of them.
 
     Args:
         chains: their number.
-        shapes: of each observable, by name.
-        pairs: of names, whose covariances are summed along the way.
-        kept: the names of those of which all draws are kept, besides those of at most 16 entries. Of these every
-            covariance is known at the end.
-        shift: the value of each at the centre, ``[m]``.
+        shift: the value of each observable at the centre, by name.
+        kept: the names of those of which all draws are kept, besides those of at most 16 entries.
 
     Attributes:
         count: draws of each chain.
-        traces: for each name of which draws are kept, a list of ``[C, draws, m]``.
+        shapes: of each observable, by name.
+        traces: for each name of which draws are kept, a list of ``[C, draws, m]``, minus the shift.
     """
 
-    def __init__(
-        self,
-        chains: int,
-        shapes: Mapping[str, Sequence[int]],
-        pairs: Sequence[tuple[str, str]],
-        kept: Sequence[str],
-        shift: Mapping[str, Tensor],
-    ) -> None:
-        self.chains = chains
-        self.count = 0
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self.kept = [name for name, shape in shapes.items() if name in kept or math.prod(shape) <= SMALL]
-        self.pairs = [(a, b) for a, b in pairs if not (a in self.kept and b in self.kept)]
-        self.shift = dict(shift)
+    def __init__(self, chains: int, shift: Mapping[str, Tensor], kept: Sequence[str]) -> None:
+        self.chains, self.count = chains, 0
+        self.shift = {name: x.double() for name, x in shift.items()}
+        self.shapes = {name: tuple(x.shape) for name, x in shift.items()}
+        self.kept = [name for name, x in shift.items() if name in kept or x.numel() <= SMALL]
         self.rest: list[dict[str, Tensor]] = []  # draws that make no whole unit yet
-        self.sums = {name: Blocks.like(x.expand(chains, -1)) for name, x in self.shift.items()}  # [C, m]
-        self.products = {(a, b): self._no_products(a, b) for a, b in self.pairs}
+        self.sums = {name: Blocks.like(x.reshape(-1).expand(chains, -1)) for name, x in self.shift.items()}  # [C, m]
         self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
 
     def add(self, draw: Mapping[str, Tensor]) -> None:
         """Take a draw of all chains: ``[C, m]`` by name."""
         for name, x in draw.items():
-            if x.shape[1:] != self.shift[name].shape:
+            if x.shape[1] != self.shift[name].numel():
                 raise ValueError(
-                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {len(self.shift[name])} at the start: return "
+                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {self.shift[name].numel()} at the start: return "
                     "tensors of one shape"
                 )
-        self.rest.append({name: x.double() - self.shift[name] for name, x in draw.items()})
+        self.rest.append({name: x.double() - self.shift[name].reshape(-1) for name, x in draw.items()})
         self.count += 1
         if len(self.rest) < UNIT:
             return
-        unit = {name: torch.stack([y[name] for y in self.rest], 1) for name in draw}  # [C, UNIT, m]
-        self.rest.clear()
-        for name, x in unit.items():
-            self.sums[name].add(x.sum(1))
+        for name in draw:
+            unit = self._rest(name)
+            self.sums[name].add(unit.sum(1))
             if name in self.traces:
-                self.traces[name].append(x)
-        for (a, b), sums in self.products.items():
-            _add_products(sums, unit[a], unit[b])
-
-    def _no_products(self, a: str, b: str) -> tuple[Blocks, Tensor]:
-        """Empty sums of the products of two observables: of all chains ``[1, m, n]``, and of each ``[C, m, n]``."""
-        y, x = self.sums[a].part, self.sums[b].part
-        each = y.new_zeros(*y.shape, x.shape[1])
-        return Blocks.like(each[:1]), each
+                self.traces[name].append(unit)
+        self.rest.clear()
 
     def trace(self, name: str) -> Tensor:
         """All draws of an observable, ``[C, draws, m]``.
@@ -173,18 +153,18 @@ class Record:
         Raises:
             ValueError: sums of it are kept alone.
         """
+        return self._draws(name) + self.shift[name].reshape(-1)
+
+    def _draws(self, name: str) -> Tensor:
+        """The same minus the shift."""
         self._require(name, self.kept, "all draws are kept")
-        return torch.cat([*self.traces[name], self._rest(name)], 1) + self.shift[name]
+        return torch.cat([*self.traces[name], self._rest(name)], 1)
 
     def _rest(self, name: str) -> Tensor:
         """The draws of no whole unit, ``[C, draws, m]``."""
         if not self.rest:
             return self.sums[name].part[:, None][:, :0]
         return torch.stack([y[name] for y in self.rest], 1)
-
-    def _total(self, name: str) -> Tensor:
-        """Sums over all draws of each chain, ``[C, m]``."""
-        return self.sums[name].total() + self._rest(name).sum(1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -195,44 +175,22 @@ class Record:
     def mean(self, name: str) -> Estimate:
         """The mean of an observable, in its shape."""
         self._require(name, list(self.shapes), "the mean is known")
-        total = self._total(name) / self.count  # [C, m]
+        total = (self.sums[name].total() + self._rest(name).sum(1)) / self.count  # [C, m]
         error, agree = _error(self.sums[name].whole / self.sums[name].draws, total)
         shape = self.shapes[name]
-        return Estimate((total.mean(0) + self.shift[name]).reshape(shape), error.reshape(shape), agree.reshape(shape))
+        return Estimate(total.mean(0).reshape(shape) + self.shift[name], error.reshape(shape), agree.reshape(shape))
 
     def covariance(self, a: str, b: str) -> Estimate:
         """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
-        if (a, b) not in self.pairs and (b, a) in self.pairs:
-            m, shape = math.prod(self.shapes[b]), (*self.shapes[a], *self.shapes[b])
-            return Estimate(*[x.reshape(m, -1).mT.reshape(shape) for x in self.covariance(b, a)])
-        if (a, b) not in self.pairs:
-            for name in (a, b):
-                self._require(name, self.kept, f"the covariance with {b if name == a else a!r} is known")
-        self._require(a, list(self.shapes), "draws are known")
-        p, each = self.products[a, b] if (a, b) in self.pairs else self._replayed(a, b)
-        sy, sx = self._total(a), self._total(b)  # [C, m]
-        n = self.count * self.chains
-        my, mx = sy.sum(0) / n, sx.sum(0) / n
-
-        def centred(
-            products: Tensor, y: Tensor, x: Tensor, draws: int
-        ) -> Tensor:  # mean of (y - my) (x - mx)^T over draws
-            return (products - my[:, None] * x[..., None, :] - y[..., :, None] * mx) / draws + torch.outer(my, mx)
-
-        by_chain = centred(each + self._rest(a).mT @ self._rest(b), sy, sx, self.count)
-        blocks = centred(p.whole.sum(1), self.sums[a].whole.sum(1), self.sums[b].whole.sum(1), p.draws * self.chains)
+        y, x = (draws - draws.mean((0, 1)) for draws in map(self._draws, (a, b)))
+        n, length = self.count * self.chains, self.sums[a].draws
+        by_chain = y.mT @ x / self.count  # [C, m, n]
+        parts = (z[:, : self.sums[a].closed * length].split(length, 1) for z in (y, x))
+        blocks = torch.stack([(u.mT @ v).mean(0) / length for u, v in zip(*parts)])
         error, agree = _error(blocks[:, None], by_chain)
         shape = (*self.shapes[a], *self.shapes[b])
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
-
-    def _replayed(self, a: str, b: str) -> tuple[Blocks, Tensor]:
-        """The sums of products of two observables of which all draws are kept."""
-        sums = self._no_products(a, b)
-        for y, x in zip(self.traces[a], self.traces[b]):
-            for unit in zip(y.split(UNIT, 1), x.split(UNIT, 1)):
-                _add_products(sums, *unit)
-        return sums
 
     def blocks(self, name: str) -> Tensor:
         """Means of a number over blocks of successive draws of each chain, ``[B, C]``; empty where there are too few draws."""
@@ -247,15 +205,13 @@ class Record:
         return float((x[-k:].mean() - x[:k].mean()) / ((x[-k:].var() + x[:k].var()) / k).sqrt())
 
     def state_dict(self) -> dict[str, Any]:
-        """All sums, as tensors, numbers and lists."""
+        """All sums, as tensors, which have the chains on axis 0, numbers and lists."""
         return {
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "pairs": [list(pair) for pair in self.pairs],
             "kept": self.kept,
             "count": self.count,
             "rest": self.rest,
             "sums": {name: vars(blocks) for name, blocks in self.sums.items()},
-            "products": [[a, b, vars(p), each] for (a, b), (p, each) in self.products.items()],
             "traces": {name: torch.cat(x, 1) for name, x in self.traces.items() if x},
         }
 
@@ -263,35 +219,26 @@ class Record:
         """Go on from :meth:`state_dict`.
 
         Raises:
-            ValueError: it is of other observables, shapes or pairs.
+            ValueError: it is of other observables or shapes, or other draws are kept.
         """
         mine = self.state_dict()
-        if wrong := [key for key in ("shapes", "pairs", "kept") if state[key] != mine[key]]:
+        if wrong := [key for key in ("shapes", "kept") if state[key] != mine[key]]:
             raise ValueError(
                 f"observe: this path holds a run whose {wrong[0]} of observables are {state[wrong[0]]}, and here they are "
                 f"{mine[wrong[0]]}; give the same observables in the same order, or another path"
             )
         self.count, self.rest = state["count"], list(state["rest"])
         self.sums = {name: Blocks(**blocks) for name, blocks in state["sums"].items()}
-        self.products = {(a, b): (Blocks(**p), each) for a, b, p, each in state["products"]}
         self.traces = {name: [state["traces"][name]] if name in state["traces"] else [] for name in self.kept}
 
 
 def merged(records: Sequence[Record]) -> Record:
     """The record of all chains, from those of some chains each, of equally many draws."""
-    first = records[0]
-    out = Record(sum([r.chains for r in records]), first.shapes, first.pairs, first.kept, first.shift)
-    states: list[Any] = [r.state_dict() for r in records]  # tensors have the chains on axis 0
+    out = Record(sum([r.chains for r in records]), records[0].shift, records[0].kept)
+    states: list[Any] = [r.state_dict() for r in records]
     both: Any = optree.tree_map(lambda x, *more: torch.cat([x, *more]) if isinstance(x, Tensor) else x, *states)
     out.load_state_dict(both)
     return out
-
-
-def _add_products(sums: tuple[Blocks, Tensor], y: Tensor, x: Tensor) -> None:
-    """Add the products of a unit of draws ``[C, UNIT, m]`` and ``[C, UNIT, n]``."""
-    each = y.mT @ x  # [C, m, n]
-    sums[0].add(each.sum(0, keepdim=True))
-    sums[1].add_(each)
 
 
 def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
