@@ -50,6 +50,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     hessian_product,
     initialised_devices,
     lanczos,
+    rows_of,
     seed_all,
     size_of,
     trace,
@@ -281,14 +282,8 @@ class _Data:
         """Equal parts of the first batch, ``most`` at most, a datum each where it has no more."""
         length = self.sizes[0] if self.sizes else 0
         each = max(1, length // most)
-
-        def part(x: Any, low: int) -> Any:
-            return x[low : low + each] if torch.is_tensor(x) and x.ndim and len(x) == length else x
-
-        return [
-            batch_trees.tree_map(lambda x, i=i: part(x, i * each), self.batches[0])
-            for i in range(min(most, length // each))
-        ]
+        starts = range(0, each * min(most, length // each), each)
+        return [rows_of(self.batches[0], slice(low, low + each)) for low in starts]
 
     def times_likelihood(self, params: Any, known: Callable[..., Any], is_sum: bool) -> tuple[float, float] | None:
         """The factor ``c`` in ``loss = c * (mean or sum of - log p) + rest``, and the share that no factor explains.
@@ -599,18 +594,12 @@ def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
         return moves * flatten(product(unflatten(moves * v, params)), params)
 
     try:
-        if bool(torch.isfinite(along(torch.ones_like(moves))).all()):
-            values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
-            return [
-                u[moves > 0].double().cpu()
-                for k, u in zip(values, vectors)
-                if float(k) > 1e-6 * float(values.abs().max())
-            ]
+        values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
-        pass
-    return []
+    except (RuntimeError, ValueError):  # a product that is NaN, or an operation without second derivative
+        return []
+    return [u[moves > 0].double().cpu() for k, u in zip(values, vectors) if k > 1e-6 * values.abs().max()]
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -208,16 +208,19 @@ def size_of(batch: Any) -> int | None:
     return lengths.most_common(1)[0][0] if lengths else None
 
 
+def rows_of(batch: Any, rows: Any) -> Any:
+    """A batch of these rows, in each tensor that is as long as the batch; anything else stays as it is."""
+    size = size_of(batch)
+    return batch_trees.tree_map(lambda x: x[rows] if torch.is_tensor(x) and x.ndim and len(x) == size else x, batch)
+
+
 def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, float] | None:
     """The loss of a batch twice over that of the batch, 1 of a mean and 2 of a sum, and its error.
 
     Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout; else the error is 0, or
     that of rounding in half precision. ``None`` for a loss that takes no batch twice. Torch's generators are left seeded.
     """
-    size, found = size_of(batch), list[Tensor]()
-    twice = batch_trees.tree_map(
-        lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, batch
-    )
+    found, twice = list[Tensor](), rows_of(batch, torch.arange(size_of(batch) or 0, device="cpu").repeat(2))
     try:
         for seed in range(2 * SEEDS):
             seed_all(seed)

@@ -9,7 +9,7 @@ one goes on with gradients and parameters of 80 steps, and warns if all of this 
     excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
                                         show more
     rho > 2 standard errors
-    rho > 1.5 own                       the chain's own motion is not larger than what is left when it is taken out
+    rho > 4 own                         the chain's own motion is not larger than what is left when it is taken out
     drift < 2                           the mean gradients of its halves are not those of a run that is still on its way
     ringing < 0.85                      what is left is noise, and no oscillation near the stability limit
     rho > half of that of the full window before, in the same units
@@ -87,7 +87,7 @@ BOUND = 0.25  # the upper bound of the heat below which it ends then
 STARTS = (8, 128)  # first steps of windows; from the second on they double
 EARLY = 3.4  # what the excess must show besides at the end of the first window
 SURE = 2.0  # standard errors
-BENT = 1.5  # times the chain's own motion: a Hessian known from one window may leave that much of it
+BENT = 4.0  # times the chain's own motion: a Hessian known from one window, or one that changes in it, may leave that much of it
 DRIFT = 2.0  # standard deviations
 RINGS = 0.85  # autocorrelation from which what is left is an oscillation of the chain
 GIVE_UP = 4  # windows, after which it says that it has seen nothing
@@ -176,7 +176,7 @@ class HeatGuard:
     def _close(self) -> None:
         self._window: Window | None = None
         self._rules: list[Any] | None = None  # of a chain
-        self._missed, self._skipped = set[int](), 0
+        self._skipped: list[set[int]] = []  # of each step that was passed over, the parameters that were missing
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
@@ -302,12 +302,12 @@ class HeatGuard:
 
     def _skip(self, w: Window | None, missing: set[int]) -> None:
         """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
-        self._skipped += 1
-        self._missed |= missing
-        if self._skipped <= SKIPPED * WINDOW:
+        self._skipped.append(missing)
+        if len(self._skipped) <= SKIPPED * WINDOW:
             return
-        if w is not None and len(self._missed) < len(w.keys):
-            self._absent |= self._missed
+        often = set[int]().union(*self._skipped)
+        if w is not None and len(often) < len(w.keys):
+            self._absent |= often
         self._fail(
             "the parameters that have a gradient and a temperature changed too often. Look at it in a run in which they stay "
             "the same"
@@ -750,8 +750,7 @@ class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
     Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
-    256 columns. The signs are bits of a hash of the row's number (with the primes of xxHash32), so that no generator is
-    advanced. Small leaves are laid end to end, so that a step takes few operations; of at most ``FEW`` elements a step is
+    256 columns. Small leaves are laid end to end, so that a step takes few operations; of at most ``FEW`` elements a step is
     copied as it is, and all steps of a window are sketched at once.
 
     Args:
@@ -773,12 +772,10 @@ class Sketch:
         self.is_copied = len(self.packs) == 1 and size <= FEW
         is_common = not any([isinstance(x, Tensor) or x != factors[0] for x in factors])
         self.common = common * factors[0] if is_common else common
-        self.signs, self.weights, begin = list[Tensor](), list[Tensor | None](), 0
+        self.signs, self.weights, generator = list[Tensor](), list[Tensor | None](), torch.Generator().manual_seed(0)
         for pack in self.packs:
-            device = tensors[pack[0]].device
-            end = begin + -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
-            self.signs.append(_signs(begin, end, device))
-            begin = end
+            device, rows = tensors[pack[0]].device, -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
+            self.signs.append(1.0 - 2.0 * torch.randint(2, (rows,), generator=generator, device="cpu").to(device))
             each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape).reshape(-1) for i in pack]
             self.weights.append(None if is_common else torch.cat(each))
 
@@ -811,11 +808,3 @@ class Sketch:
             x = F.pad(x, (0, -x.shape[1] % BUCKETS)).unflatten(1, (-1, BUCKETS)) * self.signs[0].cpu()[:, None]
             x = x.sum(1)
         return x, norms
-
-
-def _signs(begin: int, end: int, device: torch.device) -> Tensor:
-    """Signs of the rows from ``begin`` to ``end``, float32: a bit of a hash in int32, which wraps around."""
-    x = torch.arange(begin, end, device=device).to(torch.int32).mul_(-1640531535)
-    x = x.bitwise_xor_(x >> 15).mul_(-2048144777)
-    x = x.bitwise_xor_(x >> 13).mul_(-1028477379)
-    return (((x >> 16) & 1) * 2 - 1).float()

@@ -54,7 +54,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -158,22 +157,6 @@ class Heating:
         for row in zip(self.kappa.tolist(), self.rho.tolist(), self.excess.tolist(), self.at_end.tolist()):
             lines.append("  {:<9.3g} {:<9.3g} {:<+9.1%} {:<+9.1%}".format(*row))
         return "\n".join(lines)
-
-
-def _cooled(directions: list[Tensor], change: Tensor, scales: list[Tensor], draws: Any) -> Any:
-    """Draws, a tree of leaves ``[n, *leaf.shape]``, mapped by ``A`` about their mean.
-
-    Args:
-        directions: orthonormal, in coordinates of gain one, for each leaf the rows ``[r, *leaf.shape]``.
-        change: ``A - I``, float64 ``[r, r]``.
-        scales: the root of the gain of each element, of the shape of each leaf.
-        draws: as said.
-    """
-    leaves, structure = optree.tree_flatten(draws)
-    centred = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, scales)]
-    inside: Tensor = project(directions, centred)
-    moved = combine(inside @ change.to(inside), directions)
-    return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, scales, moved)])
 
 
 CURVATURE = checks.Kind(
@@ -288,7 +271,7 @@ NO_MAP = (  # why draws cannot be cooled: the first that holds
 
 
 def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Callable[[Any], Any]:
-    """The map of :meth:`Heating.cool`."""
+    """The map of :meth:`Heating.cool`, of a tree of leaves ``[n, *leaf.shape]``: by ``A`` about their mean."""
     variance = full.diagonal()
     half = variance.sqrt()
     m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(variance)) * half)
@@ -297,7 +280,15 @@ def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Calla
     directions = optree.tree_leaves(unflatten(basis, system.like))
     change = (transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device)
     scales = [gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]
-    return partial(_cooled, directions, change, scales)
+
+    def cooled(draws: Any) -> Any:
+        leaves, structure = optree.tree_flatten(draws)
+        centred = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, scales)]
+        inside: Tensor = project(directions, centred)
+        moved = combine(inside @ change.to(inside), directions)
+        return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, scales, moved)])
+
+    return cooled
 
 
 def _overlap(system: Reduced, again: GradientNoise) -> float:
@@ -305,8 +296,7 @@ def _overlap(system: Reduced, again: GradientNoise) -> float:
     require_like(again.mean, system.like, "heating: what again is of")
     Q = torch.cat(system.bases)
     rows = flatten(again.rows, system.like).to(Q) * system.roots
-    _, vectors = torch.linalg.eigh((rows @ rows.T).double())
-    top = vectors[:, -len(again.eigenvalues) :].T.to(rows) @ rows
+    top = _largest(rows, len(again.eigenvalues))
     return float((top @ Q.T).square().sum() / top.square().sum())
 
 
@@ -341,9 +331,7 @@ def reduce(
     rows = rows * roots
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])
-    values, vectors = torch.linalg.eigh((total @ total.T).double())
-    largest = vectors[:, values > 1e-10 * values[-1]][:, -rank:]
-    span = largest.T.to(dtype) @ total
+    span = _largest(total, rank)
 
     def curved(v: Tensor) -> Tensor:
         assert curve is not None
@@ -554,13 +542,16 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     return checked
 
 
+def _largest(rows: Tensor, rank: int) -> Tensor:
+    """The largest principal directions of some rows, ``rank`` at most, each times its singular value."""
+    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
+    return vectors[:, values > 1e-10 * values[-1]][:, -rank:].T.to(rows) @ rows
+
+
 def _orthonormal(rows: Tensor) -> Tensor:
     """An orthonormal basis of the span of some rows, as rows."""
-    rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
-    keep = values > 1e-10 * values.amax().clamp(min=1e-300)
-    basis = vectors[:, keep].T.to(rows) @ rows / values[keep].sqrt()[:, None].to(rows)
-    return torch.linalg.qr(basis.T).Q.T.contiguous()
+    _, sizes, basis = torch.linalg.svd(rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30), full_matrices=False)
+    return basis[sizes > 1e-5 * sizes.amax().clamp(min=1e-30)]
 
 
 def _positive(matrix: Tensor) -> Tensor:

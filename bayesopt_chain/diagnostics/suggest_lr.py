@@ -303,8 +303,8 @@ class _Adviser:
         tx = self.make(best.lr, best.momentum)
         some = islice(self.source.batches(best.batch_size), FEWEST)
         require_unclipped(tx, (gradient(self.loss, place, batch)[0] for batch in some for place in (self.params, end)))
-        heating = self._largest(best, models, 0.999)
-        reports = [self._report(model, best, best.lr) for model in models]
+        heating = self._largest(models, best.momentum, best.batch_size, 0.999 * best.stability)
+        reports = [self._report(model, best.momentum, best.batch_size, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]
         for note in notes:
             if note.kind == "unsure":
@@ -361,57 +361,54 @@ class _Adviser:
         mean = max(curved / moving, 1e-5 * top)
         return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, again, level, moving)
 
-    def _at(self, model: LocalModel, candidate: Candidate, lr: float) -> Reduced:
-        """Curvature and noise of batches in the coordinates of the chain at this rate."""
-        system = replace(model.system, C=model.system.C / candidate.batch_size, D=model.system.D / candidate.batch_size)
-        return rescaled(system, self.readings[candidate.momentum], lr / FIRST)
+    def _at(self, model: LocalModel, momentum: float | None, size: float, lr: float) -> Reduced:
+        """Curvature and noise of batches of a size, in the coordinates of the chain at this rate."""
+        system = replace(model.system, C=model.system.C / size, D=model.system.D / size)
+        return rescaled(system, self.readings[momentum], lr / FIRST)
 
-    def _report(self, model: LocalModel, candidate: Candidate, lr: float) -> Heating:
+    def _report(self, model: LocalModel, momentum: float | None, size: float, lr: float) -> Heating:
         """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a point."""
-        steps = self.source.size / candidate.batch_size
-        return predict(self._at(model, candidate, lr), self.source.order if steps > 1 else "independent", steps)[0]
+        steps = self.source.size / size
+        return predict(self._at(model, momentum, size, lr), self.source.order if steps > 1 else "independent", steps)[0]
 
-    def _largest(self, candidate: Candidate, models: Sequence[LocalModel], margin: float) -> float:
-        """The largest rate, to a share of the stability limit, that no point is too hot at."""
+    def _largest(self, models: Sequence[LocalModel], momentum: float | None, size: float, most: float) -> float:
+        """The largest rate up to a limit that no point is too hot at."""
 
         def allowed(lr: float) -> bool:
             try:
-                return all(self._report(model, candidate, lr).worst <= self.tolerance for model in models)
+                return all(self._report(model, momentum, size, lr).worst <= self.tolerance for model in models)
             except ValueError:  # the chain diverges
                 return False
 
-        return largest(allowed, margin * candidate.stability)
+        return largest(allowed, most)
 
     def _candidates(self, models: Sequence[LocalModel], margin: float) -> list[Candidate]:
         """Each pair of momentum and batch size at the largest rate that both limits allow."""
         candidates = []
-        for momentum in self.readings:
-            start = Candidate(0.0, 0.0, momentum, 1, 0.0)
+        for mu in self.readings:
             stability = largest(
-                lambda lr, candidate=start: all(
-                    loop(self._at(model, candidate, lr * max(1.0, model.again[0]))).radius < 1 + 1e-6
-                    for model in models
+                lambda lr, mu=mu: all(
+                    loop(self._at(model, mu, 1, lr * max(1.0, model.again[0]))).radius < 1 + 1e-6 for model in models
                 ),
                 1e12,
             )
             for size in self.source.sizes:
-                candidate = start._replace(batch_size=size, stability=stability)
-                lr = self._largest(candidate, models, margin)
-                candidates.append(candidate._replace(lr=lr, draws=self._draws(models[-1], candidate, lr)))
+                lr = self._largest(models, mu, size, margin * stability)
+                candidates.append(Candidate(self._draws(models[-1], mu, size, lr), lr, mu, size, stability))
         return candidates
 
-    def _draws(self, model: LocalModel, candidate: Candidate, lr: float) -> float:
+    def _draws(self, model: LocalModel, momentum: float | None, size: float, lr: float) -> float:
         """Effective draws an epoch in the slower of the mean and the largest curvature."""
         group = max(self.response.groups, key=lambda g: len(g.leaves))
         times = []
         for curvature in (model.mean, model.top):
             H, alone = torch.tensor([[curvature]], dtype=torch.float64, device="cpu"), torch.ones(1, 1, device="cpu")
             system = replace(model.system, groups=(group,), bases=(alone,), H=H, C=0 * H, D=0 * H)
-            closed = loop(self._at(model._replace(system=system), candidate, lr))
+            closed = loop(self._at(model._replace(system=system), momentum, size, lr))
             S = solve_lyapunov(closed.M, closed.F @ closed.F.T)
             v = S[:, 0] / S[0, 0]
             times.append(2 * float(solve_lyapunov(closed.M, torch.outer(v, v))[0, 0]) - 1)
-        return self.source.size / candidate.batch_size / max(times)
+        return self.source.size / size / max(times)
 
     def _ends(self, candidate: Candidate, mode: LocalModel) -> Any:
         """Where a trial run from ``params`` comes to; ``None`` where it diverges."""
@@ -441,7 +438,7 @@ class _Adviser:
         """What limits the rate, what would buy more, and what was noticed."""
         size, (again, error) = int(self.source.size), max(models, key=lambda model: model.top).again
         unsure = not (again - error > 1 / KNOWN and again + error < KNOWN)
-        full = self._draws(models[-1], best._replace(batch_size=size), margin * best.stability)
+        full = self._draws(models[-1], best.momentum, size, margin * best.stability)
         m = SimpleNamespace(
             tolerance=self.tolerance, stability=best.stability, slow=margin * best.stability, lr=best.lr,
             has_more=best.batch_size < size and full > FAR * best.draws,

@@ -584,9 +584,7 @@ def observe(
     )
 
 
-def _settings(
-    path: Any, target: Target, about: tuple[int, int, int, float | None, float | None]
-) -> dict[str, Any]:
+def _settings(path: Any, target: Target, about: tuple[int, int, int, float | None, float | None]) -> dict[str, Any]:
     """The rate: as a run on disk has begun with, or chosen now."""
     file = None if path is None else Path(path) / "settings.json"
     if file is not None and file.exists():
