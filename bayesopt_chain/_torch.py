@@ -287,6 +287,4 @@ foreach_add_: Callable[..., None] = _functions._foreach_add_
 foreach_addcmul_: Callable[..., None] = _functions._foreach_addcmul_
 foreach_addcdiv_: Callable[..., None] = _functions._foreach_addcdiv_
 foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._foreach_mul_
-# dense tensors end to end in one vector, by one call for all of them
-flattened: Callable[[list[Tensor]], Tensor] = _C._nn.flatten_dense_tensors
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_

@@ -1,10 +1,10 @@
 r"""Watch a loop for the heat of its minibatches, and warn once.
 
-The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A window begins with the
-gradients of 6 steps. It ends there if, of the covariance of these in units of the noise that the chain injects, the largest
-eigenvalue less the smallest of the five is small. One hot direction raises the largest alone, by its heat; noise that
-is alike in ``n`` directions raises all of them by its trace over 5, and apart by the share ``4 sqrt(5 / n)`` of that. A full
-one goes on with gradients and parameters of 80 steps, and warns if all of this holds:
+The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A window ends after 6
+steps if, of the covariance of their gradients in units of the noise that the chain injects, the largest eigenvalue less the
+smallest of the five is small. One hot direction raises the largest alone, by its heat; noise that is alike in ``n`` directions
+raises all of them by its trace over 5, and apart by the share ``4 sqrt(5 / n)`` of that. A full one goes on for 80 steps, and
+warns if all of this holds of them:
 
     excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
                                         show more
@@ -14,11 +14,11 @@ one goes on with gradients and parameters of 80 steps, and warns if all of this 
     ringing < 0.85                      what is left is noise, and no oscillation near the stability limit
     rho > half of that of the full window before, in the same units
 
-A full window reads the elements ``A`` in which the gradient is largest, in at most 12 stretches of leaves: 4096, or one in 160
-where that is more. Two sketches of 80 steps are then one gradient, finding ``A`` is one, and a window reads at most eight. What
-it reads is a lower bound of the heat: ``C_AA`` is a principal submatrix of ``C``, whose largest eigenvalue is at most that of
-``C`` (Cauchy's interlacing), and at least the share ``|u_A|^2`` of it for the worst direction ``u``. So models of up to 4096
-elements in 32 leaves are read as they are, larger ones warn later and never more often.
+A window reads gradients and parameters in the elements ``A`` in which the first gradient is largest, in at most 12 stretches of
+leaves: 4096, or one in 160 where that is more. That is a little more than one gradient in 86 steps, finding ``A`` is one, and
+six norms that tell a clip are six. What it reads is a lower bound of the heat: ``C_AA`` is a principal submatrix of ``C``,
+whose largest eigenvalue is at most that of ``C`` (Cauchy's interlacing), and at least the share ``|u_A|^2`` of it for the worst
+direction ``u``. So models of up to 4096 elements in 32 leaves are read as they are; larger ones warn later, never more often.
 
 Of a chain the response of the links, ``F = b / a``, gives ``lr_eff = F(1)``, the momentum ``mu = -a_1 / a_0`` and how far a
 gradient moves an element in its own step, ``b_0 / a_0``; behind a preconditioner an impulse through ``tx.update`` gives that of
@@ -64,7 +64,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesopt_chain import checks, tracing
-from bayesopt_chain._torch import flattened, is_dtensor
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics._response import (
     EQUAL,
     Polynomials,
@@ -87,7 +87,7 @@ BOUND = 0.25  # the upper bound of the heat below which it ends then
 STARTS = (8, 128)  # first steps of windows; from the second on they double
 EARLY = 3.4  # what the excess must show besides at the end of the first window
 SURE = 2.0  # standard errors
-BENT = 4.0  # times the chain's own motion: a Hessian known from one window, or one that changes in it, may leave that much of it
+BENT = 4.0  # times the chain's own motion, of which a Hessian that is known from one window, and changes in it, leaves as much
 DRIFT = 2.0  # standard deviations
 RINGS = 0.85  # autocorrelation from which what is left is an oscillation of the chain
 GIVE_UP = 4  # windows, after which it says that it has seen nothing
@@ -285,19 +285,15 @@ class HeatGuard:
             return
         self._steps += 1
         w = self._window
-        here = {x.key: x for x in leaves(w.keys if w else ()) if x.key not in self._absent}
+        here = {x.key: x for x in leaves(w.wanted if w else ()) if x.key not in self._absent}
         if w is None and here:
             w = self._window = Window.opened([*here.values()])
-        missing = set(w.keys) - here.keys() if w else set[int]()
+        missing = w.leaves.keys() - here.keys() if w else set[int]()
         if w is None or missing:
             return self._skip(w, missing)
-        seen = [here[key] for key in w.keys]
-        w.rates.append((seen[0].rate, seen[0].temperature))
-        w.gradients.add([x.of(seen[x.leaf].gradient) for x in w.stretches])
-        if w.positions is not None:
-            w.positions.add([x.of(seen[x.leaf].param) for x in w.stretches])
-        if len(w.rates) == (SHORT if w.positions is None else WINDOW):
-            self._read(w, seen)
+        w.add(here)
+        if len(w.rates) in (SHORT, SHORT + WINDOW):
+            self._read(w, here)
         return None
 
     def _skip(self, w: Window | None, missing: set[int]) -> None:
@@ -306,7 +302,7 @@ class HeatGuard:
         if len(self._skipped) <= SKIPPED * WINDOW:
             return
         often = set[int]().union(*self._skipped)
-        if w is not None and len(often) < len(w.keys):
+        if w is not None and len(often) < len(w.leaves):
             self._absent |= often
         self._fail(
             "the parameters that have a gradient and a temperature changed too often. Look at it in a run in which they stay "
@@ -322,42 +318,41 @@ class HeatGuard:
                 f"the heat of the gradients' noise was not looked at: {GIVE_UP} windows were begun, and in each {why}"
             )
 
-    def _read(self, w: Window, seen: list[Leaf]) -> None:
-        """Read a window that is complete or may end."""
-        G, norms = w.gradients.read()
+    def _read(self, w: Window, here: dict[int, Leaf]) -> None:
+        """Read a window that is complete, or has its first steps and may end."""
+        G, norms, first = w.gradients.read()[-WINDOW:], torch.stack(w.norms).double().cpu(), here[next(iter(w.leaves))]
         centred = G - G.mean(0)
-        total = float(centred.square().sum())
-        if not math.isfinite(total):
+        if not math.isfinite(float(centred.square().sum() + norms.sum())):
             self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
-        elif w.positions is None:
+        elif len(w.rates) == SHORT:
             each = torch.linalg.eigvalsh(centred @ centred.T)
             bound = float(each[-1] - each[1]) / (SHORT - 1)
-            if _is_clipped(norms, seen) and total > 1e-6 * float(G.square().sum()):
+            if _is_clipped(norms, first.gradient.dtype) and float(each.sum()) > 1e-6 * float(G.square().sum()):
                 self._warn(
                     "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows "
                     "clipped gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping "
                     "out at temperature > 0"
                 )
             elif bound > BOUND:
-                self._window = w.full(seen)
                 return
             else:
                 self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
         else:
-            rates, temperatures = torch.tensor(w.rates, dtype=torch.float64, device="cpu").T
+            leaves = [*w.leaves.values()]
+            rates, temperatures = torch.tensor(w.rates[SHORT:], dtype=torch.float64, device="cpu").T
             filled = (G != 0).any(0)  # small models fill few buckets
-            momentum = max([x.momentum for x in w.leaves])
+            momentum = max([x.momentum for x in leaves])
             heat = read_heat(
                 G[:, filled],
-                w.positions.read()[0][:, filled],
+                w.positions.read()[SHORT:, filled],
                 momentum,
-                seen[0].first,
+                first.first,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                rates=rates / w.leaves[0].rate,
-                temperatures=temperatures / w.leaves[0].temperature,
-                elements=sum([int(x.of(seen[x.leaf].gradient).count_nonzero()) for x in w.stretches]),
+                rates=rates / leaves[0].rate,
+                temperatures=temperatures / leaves[0].temperature,
+                elements=sum([int(x.of(here[x.key].gradient).count_nonzero()) for x in w.stretches]),
             )._replace(end=self._steps)
-            lrs = {x.lr for x in w.leaves} if bool((rates == rates[0]).all()) else set()
+            lrs = {x.lr for x in leaves} if bool((rates == rates[0]).all()) else set()
             self._judge(heat, float((rates / temperatures).mean()), momentum, lrs)
         self._close()
         while self._start <= self._steps:
@@ -386,11 +381,11 @@ class HeatGuard:
             checks.warn(f"{self.who}: {text}. heat_guard=None silences this")
 
 
-def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
+def _is_clipped(norms: Tensor, dtype: torch.dtype) -> bool:
     """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""
     middle = float(norms.median())
     alike = (norms - middle).abs() < max(1e-5 * middle, 1.1e-6)
-    return middle > 4e-4 and float(alike.double().mean()) > 0.5 and seen[0].gradient.dtype.itemsize >= 4
+    return middle > 4e-4 and float(alike.double().mean()) > 0.5 and dtype.itemsize >= 4
 
 
 Rule = tuple[float, float, float, float, float | Tensor]
@@ -433,8 +428,7 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
 
 
 BUCKETS = 256
-CHUNK = 2**18  # elements of small leaves that are laid end to end
-FEW = 4096  # elements up to which a step is copied, and which a full window may read of any model
+FEW = 4096  # elements up to which a step is copied, and which a window may read of any model
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
@@ -650,40 +644,36 @@ def _hessian(D: Tensor, d: Tensor, instruments: Tensor, known: Tensor) -> Tensor
 
 
 class Stretch(NamedTuple):
-    """Neighbouring elements of one leaf: those from ``begin`` to ``end`` of all in a row."""
+    """Neighbouring elements of the parameter with this key: those from ``begin`` to ``end`` of all in a row."""
 
-    leaf: int
+    key: int
     begin: int
     end: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The elements in ``x``: ``x`` itself where these are all, and a number, else a vector."""
-        is_all = not x.dim() or self.end - self.begin == x.numel()
-        return x if is_all else x.reshape(-1)[self.begin : self.end]
+        """The elements in ``x``, a vector."""
+        return x.reshape(-1)[self.begin : self.end]
 
 
-def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elements: int) -> list[Stretch]:
-    """The stretches with the largest mean square of ``factor * tensor``: at most ``STRETCHES``, of ``elements`` together.
+def loudest(seen: Sequence[Leaf]) -> list[Stretch]:
+    """The stretches in which the gradient, in units of the chain's own noise, has the largest mean square.
 
-    Everything, where it is not more than that. One stretch is taken however large it is.
+    Everything, of models of up to ``FEW`` elements in ``LEAVES`` leaves; else at most ``STRETCHES``, which have that many
+    elements together, or one in ``SHARE`` where that is more.
     """
-    if len(tensors) <= LEAVES and sum([x.numel() for x in tensors]) <= elements:
-        return [Stretch(i, 0, x.numel()) for i, x in enumerate(tensors)]
-    found, norms = list[Stretch](), list[Tensor]()
-    for i, x in enumerate(tensors):
-        n, factor = x.numel(), torch.as_tensor(factors[i], device=x.device)
-        parts = -(-n * STRETCHES // elements)
-        for part in [Stretch(i, n * k // parts, n * (k + 1) // parts) for k in range(parts)]:
-            found.append(part)
-            norms.append(torch.linalg.vector_norm((part.of(x) * part.of(factor)).float()).to(tensors[0].device))
-    counts = torch.tensor([part.end - part.begin for part in found], device="cpu")
-    order = (torch.stack(norms).cpu() / counts.sqrt()).argsort(descending=True).tolist()[:STRETCHES]
-    room, chosen = elements, list[int]()
-    for k in order:
-        if not chosen or counts[k] <= room:
-            chosen.append(k)
-            room -= int(counts[k])
-    return [found[k] for k in sorted(chosen)]
+    total = sum([x.gradient.numel() for x in seen])
+    if len(seen) <= LEAVES and total <= FEW:
+        return [Stretch(x.key, 0, x.gradient.numel()) for x in seen]
+    each, found, norms = max(FEW, total // SHARE) // STRETCHES, list[Stretch](), list[Tensor]()
+    for x in seen:
+        n, g = x.gradient.numel(), (x.gradient * x.root if isinstance(x.root, Tensor) else x.gradient).reshape(-1)
+        found += [Stretch(x.key, low, min(low + each, n)) for low in range(0, n, each)]
+        whole = g[: n - n % each].view(n // each, each)
+        both = [torch.linalg.vector_norm(whole, dim=1), torch.linalg.vector_norm(g[n - n % each :])[None]]
+        norms.append(math.sqrt(x.rate / x.temperature) * torch.cat(both)[: -(-n // each)].double().cpu())
+    counts = torch.tensor([x.end - x.begin for x in found], dtype=torch.float64, device="cpu")
+    order = (torch.cat(norms) / counts.sqrt()).argsort(descending=True).tolist()
+    return [found[k] for k in sorted(order[:STRETCHES])]
 
 
 @dataclass
@@ -691,120 +681,80 @@ class Window:
     """The consecutive steps that are read together, as far as they have been seen.
 
     Attributes:
-        keys: of the parameters that are read.
-        leaves: those of the first step, whose rates and preconditioners are the units of all; without their tensors.
-        common, scales: a factor of all gradients, and of each leaf: ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own
-            noise has variance 1.
+        keys: of all parameters.
+        leaves: by their keys the parameters that are read, as they were in the first step, whose rates and preconditioners are
+            the units of all; without their tensors.
         stretches: what is read of these parameters.
-        gradients: sketches their gradients.
-        positions: sketches the parameters; ``None`` in the opening, which reads gradients alone.
-        rates: of each step, rate and temperature of the first leaf.
+        gradients: their gradients, times ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own noise has variance 1.
+        positions: the parameters, over ``2 T s``.
+        norms: of the gradients of all parameters, in the first steps.
+        rates: of each step, rate and temperature of the first of the leaves.
     """
 
     keys: list[int]
-    leaves: list[Leaf]
-    common: float
-    scales: Sequence[float | Tensor]
+    leaves: dict[int, Leaf]
     stretches: list[Stretch]
     gradients: Sketch
-    positions: Sketch | None
+    positions: Sketch
+    norms: list[Tensor]
     rates: list[tuple[float, float]]
 
     @classmethod
-    def opened(cls, seen: list[Leaf]) -> Window:
-        """One that reads all gradients of these leaves, and is empty yet."""
-        nothing, numbers = torch.zeros(0, device="cpu"), [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
-        # preconditioners of many leaves are not multiplied by a number that is common to all
-        scales = [x.root if n == numbers[0] else n / numbers[0] * x.root for x, n in zip(seen, numbers)]
-        return cls(
-            keys=[x.key for x in seen],
-            leaves=[x._replace(gradient=nothing, param=nothing) for x in seen],
-            common=numbers[0],
-            scales=scales,
-            stretches=[Stretch(i, 0, x.gradient.numel()) for i, x in enumerate(seen)],
-            gradients=Sketch([x.gradient for x in seen], scales, numbers[0]),
-            positions=None,
-            rates=[],
-        )
+    def opened(cls, seen: Sequence[Leaf]) -> Window:
+        """One that is empty yet, of the loudest parts of these leaves."""
+        stretches, by_key = loudest(seen), {x.key: x for x in seen}
+        scales, sizes = list[Tensor](), list[Tensor]()
+        for part in stretches:
+            x = by_key[part.key]
+            root = part.of(x.root) if isinstance(x.root, Tensor) else torch.tensor(x.root, device=x.gradient.device)
+            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * root.double().expand(part.end - part.begin))
+            sizes.append(0.5 / (x.temperature * scales[-1].abs()))
+        nothing = torch.zeros(0, device="cpu")
+        leaves = {part.key: by_key[part.key]._replace(gradient=nothing, param=nothing, root=1.0) for part in stretches}
+        return cls([*by_key], leaves, stretches, Sketch(scales), Sketch(sizes), [], [])
 
-    def full(self, seen: list[Leaf]) -> Window:
-        """The window that follows this opening: empty, of the loudest parts of these leaves, and their parameters too."""
-        gradients, scales = [x.gradient for x in seen], self.scales
-        chosen = loudest(gradients, scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
-        each = [x.of(s) if isinstance(s, Tensor) else s for x in chosen for s in (scales[x.leaf],)]
-        sizes = [0.5 / (self.leaves[x.leaf].temperature * self.common * abs(scale)) for x, scale in zip(chosen, each)]
-        numbers = sorted({x.leaf for x in chosen})
-        return Window(
-            keys=[self.keys[i] for i in numbers],
-            leaves=[self.leaves[i] for i in numbers],
-            common=self.common,
-            scales=each,
-            stretches=[x._replace(leaf=numbers.index(x.leaf)) for x in chosen],
-            gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], each, self.common),
-            positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
-            rates=[],
-        )
+    @property
+    def wanted(self) -> Collection[int]:
+        """The keys of the parameters that are needed in the next step."""
+        return self.keys if len(self.norms) < SHORT else self.leaves.keys()
+
+    def add(self, here: dict[int, Leaf]) -> None:
+        """Take a step, in which these are the leaves by their keys."""
+        first = here[next(iter(self.leaves))]
+        self.rates.append((first.rate, first.temperature))
+        self.gradients.add([x.of(here[x.key].gradient) for x in self.stretches])
+        self.positions.add([x.of(here[x.key].param) for x in self.stretches])
+        if len(self.norms) < SHORT:
+            self.norms.append(torch.nn.utils.get_total_norm([x.gradient for x in here.values()]))
 
 
 class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
     Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
-    256 columns. Small leaves are laid end to end, so that a step takes few operations; of at most ``FEW`` elements a step is
-    copied as it is, and all steps of a window are sketched at once.
+    256 columns. Of at most ``FEW`` elements a step is copied as it is, and all steps of a window are sketched at once.
 
     Args:
-        tensors: of the leaves.
-        factors: of each leaf, a number or a tensor like it.
-        common: a factor of all.
+        factors: of the elements, in vectors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor], common: float = 1.0) -> None:
+    def __init__(self, factors: Sequence[Tensor]) -> None:
         self.rows = list[Tensor]()
-        self.packs: list[list[int]] = []
-        size = 0
-        for i, x in enumerate(tensors):
-            if not self.packs or size + x.numel() > CHUNK or x.device != tensors[i - 1].device:
-                self.packs.append([])
-                size = 0
-            self.packs[-1].append(i)
-            size += x.numel()
-        self.is_copied = len(self.packs) == 1 and size <= FEW
-        is_common = not any([isinstance(x, Tensor) or x != factors[0] for x in factors])
-        self.common = common * factors[0] if is_common else common
-        self.signs, self.weights, generator = list[Tensor](), list[Tensor | None](), torch.Generator().manual_seed(0)
-        for pack in self.packs:
-            device, rows = tensors[pack[0]].device, -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
-            self.signs.append(1.0 - 2.0 * torch.randint(2, (rows,), generator=generator, device="cpu").to(device))
-            each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape).reshape(-1) for i in pack]
-            self.weights.append(None if is_common else torch.cat(each))
+        self.weights = torch.cat([x.to(factors[0].device) for x in factors])
+        rows, generator = -(-len(self.weights) // BUCKETS), torch.Generator().manual_seed(0)
+        signs = 1.0 - 2.0 * torch.randint(2, (rows, 1), generator=generator, device="cpu")
+        self.signs = signs.to(self.weights.device)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Take a step."""
-        if self.is_copied:
-            self.rows.append(torch.cat([x.reshape(-1) for x in tensors]))
-            return
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        total, norms = tensors[0].new_zeros(BUCKETS + 1, dtype=dtype), list[Tensor]()
-        for pack, signs, weights in zip(self.packs, self.signs, self.weights):
-            x = flattened([tensors[i] for i in pack]).to(dtype)
-            norms.append(torch.linalg.vector_norm(x).to(total.device))
-            x, whole, some = x if weights is None else x * weights, len(x) // BUCKETS, signs.to(dtype)
-            total[:BUCKETS] += torch.mv(x[: whole * BUCKETS].view(whole, BUCKETS).T, some[:whole]).to(total.device)
-            if len(some) > whole:
-                total[: len(x) - whole * BUCKETS] += (x[whole * BUCKETS :] * some[-1]).to(total.device)
-        total[:BUCKETS] *= self.common
-        total[BUCKETS] = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        self.rows.append(total)
+        """Take a step, in vectors like the factors."""
+        x = torch.cat([x.to(self.weights.device) for x in tensors])
+        self.rows.append(x if len(x) <= FEW else self._buckets(x))
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The buckets ``[steps, 256 or fewer]`` and the norms ``[steps]`` of all tensors, in float64 on the CPU."""
-        x = torch.stack(self.rows).double().cpu()
-        if not self.is_copied:
-            return x[:, :BUCKETS], x[:, BUCKETS]
-        norms, weights = torch.linalg.vector_norm(x, dim=1), self.weights[0]
-        x = self.common * (x if weights is None else x * weights.cpu())
-        if x.shape[1] > BUCKETS:  # fewer elements have a bucket of their own
-            x = F.pad(x, (0, -x.shape[1] % BUCKETS)).unflatten(1, (-1, BUCKETS)) * self.signs[0].cpu()[:, None]
-            x = x.sum(1)
-        return x, norms
+    def read(self) -> Tensor:
+        """The buckets of all steps, ``[steps, 256]``, in float64 on the CPU."""
+        x = torch.stack(self.rows).double()
+        return (self._buckets(x) if len(self.weights) <= FEW else x).cpu()
+
+    def _buckets(self, x: Tensor) -> Tensor:
+        x = F.pad(x * self.weights, (0, -x.shape[-1] % BUCKETS)).unflatten(-1, (-1, BUCKETS))
+        return (x * self.signs).sum(-2)

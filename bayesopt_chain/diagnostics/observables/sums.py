@@ -133,8 +133,8 @@ class Record:
         for name, x in draw.items():
             if x.shape[1] != self.shift[name].numel():
                 raise ValueError(
-                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {self.shift[name].numel()} at the start: return "
-                    "tensors of one shape"
+                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {self.shift[name].numel()} at the start: "
+                    "return tensors of one shape"
                 )
         self.rest.append({name: x.double() - self.shift[name].reshape(-1) for name, x in draw.items()})
         self.count += 1
