@@ -46,7 +46,6 @@ from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate, state_of
 from bayesopt_chain.trees import paths_of
 
 DRIFT = 0.01  # by which a gain may change from one step to the next
-EQUAL = 1e-6  # relative difference of two elements' gains below which they are one number
 
 
 class Polynomials(NamedTuple):
@@ -56,14 +55,14 @@ class Polynomials(NamedTuple):
         b, a: of the filters, rates included; ``b`` is positive where the chain descends.
         n: of the weight decays.
         order: of the noise; 0 without.
-        behind: whether a preconditioner stands behind a weight decay: all of them, some, or none.
+        behind: whether a preconditioner stands behind a weight decay.
     """
 
     b: law.Poly
     a: law.Poly
     n: law.Poly
     order: int
-    behind: float
+    behind: bool
 
 
 class Group(NamedTuple):
@@ -131,13 +130,10 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             )
         found[j] = gain / b[0] * sum(b) / sum(a)  # b and a as they come, a_0 = 1
         if behind:
-            gain = gain.reshape(-1) / b[0]
-            if behind < 1 or float(gain.max() - gain.min()) > EQUAL * float(gain.max()):
-                raise ValueError(
-                    "elements of one leaf differ by more than a gain, as weight decay in front of a preconditioner makes them; "
-                    "put that prior into the loss, so that its curvature is measured with the rest"
-                )
-            n = tuple([float(gain[0]) * x for x in n])
+            raise ValueError(
+                "weight decay in front of a preconditioner makes elements of one leaf differ by more than a gain; "
+                "put that prior into the loss, so that its curvature is measured with the rest"
+            )
         level = levels.get(i, 0.0)
         groups.setdefault((b, a, tuple([round(x, 15) for x in n]), order if level else 0, level), []).append(j)
     return Response(tuple(found), tuple([_group(tuple(leaves), *key) for key, leaves in groups.items()]))
@@ -177,10 +173,7 @@ def polynomials(tx: Chain, state: State) -> list[Polynomials]:
 
 def _polynomials(acting: Sequence[tuple[Link, float]]) -> Polynomials:
     """The response of links one after the other, each with its rate (1 where it has none)."""
-    b, a, n, order = (1.0,), (1.0,), (0.0,), 0
-    decays, scaling = (
-        [i for i, (link, _) in enumerate(acting) if isinstance(link.response, kind)] for kind in (Decay, Preconditioner)
-    )
+    b, a, n, order, behind = (1.0,), (1.0,), (0.0,), 0, False
     for link, rate in acting:
         x: Any = link.response
         if getattr(link.part, "flips", False):  # its response is that to the loss which is descended then
@@ -195,13 +188,12 @@ def _polynomials(acting: Sequence[tuple[Link, float]]) -> Polynomials:
         elif isinstance(x, Decay):
             n = law.add(n, [x.weight_decay * v for v in a])
         elif isinstance(x, (Linear, Rate)):
+            behind = behind or (isinstance(x, Preconditioner) and any(n))
             up, down = (x.b, x.a) if isinstance(x, Linear) else ((x.sign * rate,), (1.0,))
             b, a, n = law.multiply(b, up), law.multiply(a, down), law.multiply(n, up)
     b, n = (tuple([-v / a[0] for v in law.trim(p)]) for p in (b, n))
     a = tuple([v / a[0] for v in law.trim(a)])
-    passed = [any(i < m for m in scaling) for i in decays if any(n)]
-    wholly = all(i < m for i in decays for m in scaling)
-    return Polynomials(b, a, n, order, 0.0 if not any(passed) else 1.0 if wholly else 0.5)
+    return Polynomials(b, a, n, order, behind)
 
 
 def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:

@@ -353,9 +353,7 @@ def ksd(
         True
     """
     pooled: Any = draws.unchained()[0] if hasattr(draws, "unchained") else draws
-    lengths = {len(x) for x in optree.tree_leaves(pooled)}
-    if not callable(score):
-        lengths |= {len(x) for x in optree.tree_leaves(score)}
+    lengths = {len(x) for x in optree.tree_leaves((pooled, () if callable(score) else score))}
     if len(lengths) > 1:
         raise ValueError(f"ksd: draws and score must have one number of draws in every leaf, got {sorted(lengths)}")
     size = lengths.pop()
@@ -374,14 +372,12 @@ def ksd(
     blocks = [*zip(x.split(block), s.split(block))]
     total = x.new_zeros(())
     for i, first in enumerate(blocks):
-        for j, second in enumerate(blocks[: i + 1]):
-            k0 = _stein_kernel(*first, *second, bandwidth)
-            if i == j:
-                total += k0.sum() - (k0.diagonal().sum() if unbiased else 0.0)
-            else:
-                total += 2 * k0.sum()
+        total += _stein_kernel(*first, *first, bandwidth).sum()
+        for second in blocks[:i]:
+            total += 2 * _stein_kernel(*first, *second, bandwidth).sum()
     if unbiased:
-        return (total / (size * (size - 1))).item()
+        own = s.square().sum() + size * x.shape[1] / bandwidth**2  # of k0(x, x)
+        return ((total - own) / (size * (size - 1))).item()
     return (total.clamp_min(0.0).sqrt() / size).item()
 
 

@@ -66,7 +66,6 @@ from torch.nn import functional as F
 from bayesopt_chain import checks, tracing
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics._response import (
-    EQUAL,
     Polynomials,
     clipped,
     clips_of,
@@ -422,7 +421,7 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
     first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
     each = gain.abs() / first  # lr_eff P
     rate = float(each.mean())
-    is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
+    is_one = float(each.max() - each.min()) <= 1e-6 * float(each.max())
     root = 1.0 if is_one else (each / rate).sqrt().float()
     return rate, temperature, momentum, first, -root if climbs else root
 
