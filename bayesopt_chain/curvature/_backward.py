@@ -16,8 +16,8 @@ number of data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from bayesopt_chain.precision import Diagonal
 from bayesopt_chain.trees import as_tensor, wide
 
 
-@checks.takes()
+@checks.takes(probes=checks.WHOLE.or_none())
 def diagonal_by_backward(
     model: torch.nn.Module,
     likelihood: Likelihood,
@@ -77,144 +77,78 @@ def diagonal_by_backward(
         >>> torch.allclose(found.values["weight"], wanted.values["weight"], atol=1e-6), found.count.item()
         (True, 5.0)
     """
-    if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 1):
-        raise ValueError(f"diagonal_by_backward: probes must be a whole number of at least 1, or None, got {probes!r}")
-    passes = BackwardPasses(model, mesh, "diagonal_by_backward")
+    _trainable(model)
     drawn_on = torch.device("cpu") if generator is None else generator.device
 
+    def weights_of(mine: Size, sizes: list[Size]) -> Iterator[Tensor]:
+        """The weights ``[B, K]`` of this rank's columns in each pass: all ranks take part in every pass, and while the datum is
+        one rank's, the others pull zeros back."""
+        shape = mine.data, mine.columns
+        for _ in range(probes or 0):
+            yield torch.randint(2, shape, generator=generator, device=drawn_on) * 2.0 - 1.0
+        for size in sizes if probes is None else []:
+            for pair in range(size.data * size.columns):
+                one = torch.zeros(shape, device="cpu")
+                if size == mine:
+                    one.view(-1)[pair] = 1.0
+                yield one
+
     def estimate(batch: Any) -> Diagonal:
-        with passes:
+        params = _trainable(model)
+        held = [p.grad for p in params.values()]
+        total = [torch.zeros_like(local(p.detach()), dtype=wide(p.dtype)) for p in params.values()]
+        try:
             with torch.no_grad():
                 outputs = model(batch[0])
-            n, columns = len(outputs), likelihood.root(outputs, batch[1]).columns
-            sizes = passes.sizes(n, columns)
-            total = [torch.zeros_like(local(p.detach()), dtype=wide(p.dtype)) for p in passes.params.values()]
-
-            def square(weights_of: Callable[[int, int], Tensor | None], share: float) -> None:
-                """Add ``share`` times the squared gradients of one backward pass.
-
-                ``weights_of(B, K)`` gives the weights ``[B, K]`` of the columns of this rank's roots; ``None`` for zeros.
-                """
-
-                def columns_of(outputs: Tensor) -> Tensor:
-                    root = likelihood.root(outputs, batch[1])
-                    weights = weights_of(len(outputs), root.columns)
-                    return torch.zeros_like(outputs) if weights is None else root.combine(weights.to(outputs))
-
-                for x, g in zip(total, passes.gradients(batch[0], columns_of)):
-                    x += g.to(x.dtype).square() * share
-
-            if probes is not None:
-                for _ in range(probes):
-                    square(
-                        lambda n, k: torch.randint(2, (n, k), generator=generator, device=drawn_on) * 2.0 - 1.0,
-                        1.0 / probes,
-                    )
-            else:
-                # All ranks take part in every pass: while the datum is one rank's, the others pull zeros back.
-                for rank, (data, each) in enumerate(sizes):
-                    for b in range(data):
-                        for k in range(each):
-                            mine = rank == passes.place
-                            square(lambda n, m, b=b, k=k, mine=mine: _one(n, m, b, k) if mine else None, 1.0)
-        count = as_tensor(float(sum([data for data, _ in sizes])), torch.float64, total[0].device)
-        return Diagonal(passes.tree(total), count)
+            mine = Size(
+                0 if mesh is None else dist.get_rank(), len(outputs), likelihood.root(outputs, batch[1]).columns
+            )
+            sizes = _of_all_ranks(mine, mesh)
+            for weights in weights_of(mine, sizes):
+                for p in params.values():
+                    p.grad = None
+                with torch.enable_grad():
+                    outputs = model(batch[0])
+                root = likelihood.root(outputs.detach(), batch[1])
+                outputs.backward(root.combine(weights.to(outputs)))
+                for x, p in zip(total, params.values()):
+                    if p.grad is not None:
+                        gradient = local(p.grad.detach()).to(x.dtype) * len(sizes)
+                        x += gradient.square() / (probes or 1)
+        finally:
+            reshard(model)
+            for p, grad in zip(params.values(), held):
+                p.grad = grad
+        count = as_tensor(float(sum([size.data for size in sizes])), torch.float64, total[0].device)
+        return Diagonal({name: like(p, x, 0) for (name, p), x in zip(params.items(), total)}, count)
 
     return estimate
 
 
-class BackwardPasses:
-    """Backward passes through a model whose parameters no function can reach; every rank gets its own part of the gradients.
+class Size(NamedTuple):
+    """How many data a rank has, and how many columns the root of each."""
 
-    To be used as a context, at whose end the parameters hold the gradients that they held before.
-
-    Args:
-        model: called as ``model(inputs)``.
-        mesh: the ranks over which the model averages its gradients, each with data of its own; ``None`` where none does.
-        who: the name of the calling function, with which refusals begin.
-
-    Attributes:
-        params: the parameters that require a gradient, by name.
-        ranks: the number of ranks of the mesh.
-        place: this rank's number among them.
-
-    Raises:
-        ValueError: no parameter requires a gradient.
-    """
-
-    def __init__(self, model: torch.nn.Module, mesh: Any, who: str) -> None:
-        self.model, self.mesh, self.who = model, mesh, who
-        self.ranks = 1 if mesh is None else mesh.size()
-        self.place = 0
-        if mesh is not None:
-            for i, n in zip(mesh.get_coordinate(), mesh.shape):
-                self.place = self.place * n + i
-        self.params: dict[str, Any] = {}
-        self._find()
-
-    def _find(self) -> None:
-        """Look the parameters up, which may have been moved or frozen since the last time."""
-        reshard(self.model)  # after a forward pass alone the outermost module still holds whole parameters
-        self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if not self.params:
-            raise ValueError(f"{self.who}: no parameter of the model requires a gradient")
-
-    def __enter__(self) -> BackwardPasses:
-        self._find()
-        self._held = [p.grad for p in self.params.values()]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        reshard(self.model)
-        for p, grad in zip(self.params.values(), self._held):
-            p.grad = grad
-
-    def gradients(self, inputs: Any, weights_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """This rank's part of ``sum_b J_b^T v_b`` over the data of all ranks, by parameter.
-
-        Args:
-            inputs: this rank's, handed to the model.
-            weights_of: a function from this rank's outputs ``[B, *event]`` to its ``v`` of the same shape.
-        """
-        for p in self.params.values():
-            p.grad = None
-        with torch.enable_grad():
-            outputs = self.model(inputs)
-        outputs.backward(weights_of(outputs.detach()))
-        return [
-            torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad.detach()) * self.ranks
-            for p in self.params.values()
-        ]
-
-    def sizes(self, *sizes: int) -> list[tuple[int, ...]]:
-        """Gather these numbers from all ranks: one tuple a rank, in the order of their places."""
-        mine = torch.tensor([sizes], device=self._device())
-        return [tuple(row) for row in self._every(mine).tolist()]
-
-    def _every(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks, in the order of their places."""
-        if self.mesh is None:
-            return x
-        for axis in reversed(range(self.mesh.ndim)):
-            blocks = [torch.empty_like(x) for _ in range(self.mesh.shape[axis])]
-            dist.all_gather(blocks, x.contiguous(), group=self.mesh.get_group(axis))
-            x = torch.cat(blocks)
-        return x
-
-    def _device(self) -> torch.device:
-        if self.mesh is None or dist.get_backend(self.mesh.get_group(0)) == "gloo":
-            return torch.device("cpu")
-        return torch.device(self.mesh.device_type)
-
-    def tree(self, values: list[Tensor]) -> dict[str, Tensor]:
-        """Put local tensors, one for each parameter, into a dictionary by the parameters' names.
-
-        Where a parameter is a DTensor so is the result. A tensor has its parameter's local shape, or further axes in front.
-        """
-        return {name: like(p, x, x.ndim - p.ndim) for (name, p), x in zip(self.params.items(), values, strict=True)}
+    rank: int
+    data: int
+    columns: int
 
 
-def _one(n: int, columns: int, b: int, k: int) -> Tensor:
-    weights = torch.zeros(n, columns, device="cpu")
-    weights[b, k] = 1.0
-    return weights
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that require a gradient, which may have been moved or frozen since the last time."""
+    reshard(model)  # after a forward pass alone the outermost module still holds whole parameters
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("diagonal_by_backward: no parameter of the model requires a gradient")
+    return params
+
+
+def _of_all_ranks(mine: Size, mesh: Any) -> list[Size]:
+    """The sizes of all ranks of a mesh, in the order of their places."""
+    every: list[Any] = [mine]
+    if mesh is None:
+        return every
+    for axis in reversed(range(mesh.ndim)):
+        parts: list[Any] = [None] * mesh.shape[axis]
+        dist.all_gather_object(parts, every, group=mesh.get_group(axis))
+        every = [size for part in parts for size in part]
+    return every

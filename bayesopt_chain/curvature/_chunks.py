@@ -35,6 +35,7 @@ from bayesopt_chain.curvature._plan import (
     batch_size,
     fresh_leaves,
     misplaced,
+    over_data,
     part,
     require_same_outputs,
     unlike,
@@ -102,25 +103,15 @@ class Chunk(NamedTuple):
     weights: InputWeights | None = None
 
 
-def _any_plan(plan: TapPlan) -> None:
-    """Accept every plan."""
-
-
-OfLastLayer = Callable[[Use, Tensor, OutputRoot, Tensor], Callable[[], Tensor] | None]
-
-
-class Demand(NamedTuple):
+@dataclass
+class Demand:
     """What is made of the gradients, from which it follows how large chunks may be.
 
     Attributes:
         formed: how many numbers are formed from the gradient of one datum and column.
         held: how many numbers the result holds.
         few_data: how many pairs of a datum and a column may always share a chunk.
-        of_last_layer: from a use of a leaf in the layer whose output is the model's, what that layer saw, the root and the
-            outputs to a function that gives what is wanted of all columns together without making one, or None where there is
-            none. Default: never.
         columns_together: whether all columns of a datum must be in one chunk.
-        accepts: raises for a plan that is of no use.
         weighs_inputs: whether ``Chunk.weights`` is wanted.
         few_shared: for models in which a weight is used at several positions of a datum (convolutions), how many data may
             always share a chunk. Memory then goes to data before columns, down to one column at a time: torch's convolutions
@@ -130,11 +121,25 @@ class Demand(NamedTuple):
     formed: int = 0
     held: int = 0
     few_data: int = FEW_DATA
-    of_last_layer: OfLastLayer | None = None
     columns_together: bool = False
-    accepts: Callable[[TapPlan], None] = _any_plan
     weighs_inputs: bool = False
     few_shared: int = 0
+
+    def accepts(self, plan: TapPlan) -> None:
+        """Raise for a model of which nothing can be made."""
+
+    def of_last_layer(self, use: Use, x: Tensor, root: OutputRoot, outputs: Tensor) -> Callable[[], Tensor] | None:
+        """What is wanted of all columns of the layer whose output is the model's, without making one.
+
+        Args:
+            use: of a leaf in that layer.
+            x: what the layer saw.
+            root, outputs: the model's.
+
+        Returns:
+            A function that gives it; None where there is none.
+        """
+        return None
 
 
 class Linearised(NamedTuple):
@@ -244,7 +249,7 @@ class BatchPullback:
 
     def _makes_no_column(self, plan: TapPlan) -> bool:
         """Whether everything is known of all columns together: the model is a layer, and the structure sums it."""
-        if not isinstance(self.forward, Affine) or self.draws or self.demand.of_last_layer is None:
+        if not isinstance(self.forward, Affine) or self.draws:
             return False
         n, known = batch_size(self.batch), self.params
         root = self.root_of(plan.probe, part(self.targets, n - 1, n))
@@ -306,7 +311,7 @@ class BatchPullback:
 
         late: list[tuple[Taps, int | None]] = []
         if zeros and len(plan.generic) < len(leaves):
-            outputs, pull, (inputs, tapped) = _pullback(run, zeros)
+            outputs, pull, (inputs, tapped) = pullback(run, zeros)
         else:
             (outputs, (inputs, tapped)), pull = run(zeros), None
         taps, last_tap = late[-1]
@@ -359,8 +364,6 @@ class BatchPullback:
     def _last_layer(self, linear: Linearised, root: OutputRoot, plan: TapPlan) -> list[Gradient]:
         """Return the leaves whose layer's output is the model's, with what the structure makes of all columns in the place of
         g: no column is made."""
-        if self.demand.of_last_layer is None:
-            return []
         found = []
         for pairs in linear.by_leaf(plan).values():
             use, x = pairs[0]
@@ -492,19 +495,23 @@ def _of_last(tensor: Tensor, axis: int, b: int) -> Tensor:
     return tensor.narrow(axis, tensor.shape[axis] - length, length)
 
 
-def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Tensor]) -> tuple[Tensor, Any, Any]:
+def pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], inputs: list[Tensor]) -> tuple[Tensor, Any, Any]:
     """Return outputs, the pullback of several columns at once, and aux; outside of transforms by autograd, which is
     leaner.
+
+    Args:
+        run: from the inputs to the outputs, and to a tree of tensors that is handed on, detached.
+        inputs: what is differentiated by, tensors without a graph.
     """
     if is_transformed():
-        outputs, pull, aux = vjp_with_aux(run, zeros)
+        outputs, pull, aux = vjp_with_aux(run, inputs)
         return outputs, _over_columns(lambda s: pull(s)[0]), aux
-    zeros = [zero.requires_grad_() for zero in zeros]
+    inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
-        outputs, aux = run(zeros)
+        outputs, aux = run(inputs)
 
     def pull_many(columns: Tensor) -> list[Tensor]:
-        return _backward(outputs, zeros, columns)
+        return _backward(outputs, inputs, columns)
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
 
@@ -607,18 +614,9 @@ def _vmapped_rows(
     """
     leaves, structure, _ = fresh_leaves(params)
     pull = _datum_pullback(forward, structure, leaves, wanted)
-    entries, chunk_structure = optree.tree_flatten(linear.data)
-    batched = [i for i, entry in enumerate(entries) if isinstance(entry, Tensor) and entry.ndim]
-
-    def vmapped(tensors: list[Tensor], s: Tensor) -> list[Tensor]:
-        datum = list(entries)
-        for i, tensor in zip(batched, tensors):
-            datum[i] = tensor[None]
-        return torch.vmap(pull(optree.tree_unflatten(chunk_structure, datum)))(s)
-
     s = columns.transpose(0, 1)
     try:
-        rows = torch.vmap(vmapped)([entries[i] for i in batched], s)
+        rows = over_data(lambda pair: torch.vmap(pull(pair[0]))(pair[1][0]), (linear.data, s))
     except Exception:  # what cannot be vmapped is done datum by datum; if that fails too, the user sees why
         return None
     if any(row.shape != (*s.shape[:2], *leaves[i].shape) for i, row in zip(wanted, rows)):

@@ -309,7 +309,7 @@ class Estimator:
                 batch,
                 labels,
                 self.root_of,
-                total.demand(),
+                total,
                 self.chunk_bytes,
                 self.draws,
                 self.likelihood,

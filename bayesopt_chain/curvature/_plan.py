@@ -130,6 +130,20 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return batches.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
 
 
+def over_data(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Vmap a function of a batch of one over the data of a batch."""
+    leaves, structure = batches.flatten(batch)
+    batched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
+
+    def one(tensors: list[Tensor]) -> Any:
+        datum = list(leaves)
+        for i, tensor in zip(batched, tensors):
+            datum[i] = tensor[None]
+        return function(structure.unflatten(datum))
+
+    return torch.vmap(one)([leaves[i] for i in batched])
+
+
 def make_plan(forward: Forward, params: Tree, batch: Any) -> TapPlan:
     """Run the last datum through ``forward`` and see how each parameter is used."""
     n = batch_size(batch)

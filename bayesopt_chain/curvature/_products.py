@@ -18,9 +18,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, checks
+from bayesopt_chain import checks
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
-from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.curvature._plan import batch_size, over_data, part
 from bayesopt_chain.trees import Tree
 
 
@@ -188,17 +188,8 @@ def per_sample(f: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any], Any]:
     f = without_fused_recurrence(f)
 
     def each(params: Tree, batch: Any) -> Any:
-        leaves, structure = batches.flatten(batch)
-        batched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
-
-        def one(tensors: list[Tensor]) -> Any:
-            datum = list(leaves)
-            for i, tensor in zip(batched, tensors):
-                datum[i] = tensor[None]
-            return f(params, structure.unflatten(datum))
-
         try:
-            return torch.vmap(one)([leaves[i] for i in batched])
+            return over_data(lambda datum: f(params, datum), batch)
         except Exception:  # what cannot be vmapped is done datum by datum; if that fails too, the user sees why
             results = [f(params, part(batch, i, i + 1)) for i in range(batch_size(batch))]
             return optree.tree_map(lambda *values: torch.stack(values), *results)

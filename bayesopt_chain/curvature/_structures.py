@@ -26,7 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Demand, Gradient
+from bayesopt_chain.curvature._chunks import Chunk, Demand, Gradient
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector, mirrored, plus_gram
 from bayesopt_chain.curvature._plan import UNUSED, TapPlan
 from bayesopt_chain.curvature._taps import Use
@@ -110,42 +110,14 @@ def _readable(count: float) -> str:
     return f"{count:,.4g} TiB"
 
 
-class Structure(ABC):
+class Structure(Demand, ABC):
     """A running sum over the data in one structure: ``add`` takes chunks, ``finish`` makes a precision of them."""
 
-    few_data = FEW_DATA
-    weighs_inputs = False
-    few_shared = 0
-
-    def __init__(self, params: Tree):
+    def __init__(self, params: Tree, **asked: Any):
+        """By default the rows of all leaves are formed, and the result holds a number for each parameter."""
         self.leaves, self.tree = optree.tree_flatten(params)
-
-    def formed(self) -> int:
-        """Return how many numbers are formed from the gradient of one datum and column."""
-        return sum(leaf.numel() for leaf in self.leaves)
-
-    def held(self) -> int:
-        """Return how many numbers the result holds."""
-        return sum(leaf.numel() for leaf in self.leaves)
-
-    def demand(self) -> Demand:
-        """Return what this sum makes of the gradients."""
-        return Demand(
-            self.formed(),
-            self.held(),
-            self.few_data,
-            self.of_last_layer,
-            accepts=self.accepts,
-            weighs_inputs=self.weighs_inputs,
-            few_shared=self.few_shared,
-        )
-
-    def accepts(self, plan: TapPlan) -> None:  # noqa: B027
-        """Raise for a model that the structure cannot describe."""
-
-    def of_last_layer(self, use: Use, x: Tensor, root: OutputRoot, outputs: Tensor) -> Callable[[], Tensor] | None:
-        """What this sum takes of all columns of the last layer together; see :class:`~._chunks.Demand`."""
-        return None
+        numbers = size(params)
+        super().__init__(**{"formed": numbers, "held": numbers, **asked})
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -160,15 +132,11 @@ class Structure(ABC):
 
 
 class DiagonalSum(Structure):
-    few_data = 48  # measured to be as fast as larger chunks, at less than half the memory of the whole batch
-    few_shared = 128  # smaller convolutions are slower
-
     def __init__(self, params: Tree):
-        super().__init__(params)
+        # 48 were measured to be as fast as larger chunks, at less than half the memory of the whole batch; smaller
+        # convolutions than of 128 are slower
+        super().__init__(params, formed=0, few_data=48, few_shared=128)
         self.sums: dict[int, Tensor] = {}
-
-    def formed(self) -> int:
-        return 0
 
     def of_last_layer(self, use: Use, x: Tensor, root: OutputRoot, outputs: Tensor) -> Callable[[], Tensor] | None:
         """The diagonal ``sum_k s_k^2``, ``[1, b, T, O]``: where every column stays within one position (or there is only one),
@@ -189,15 +157,12 @@ class DiagonalSum(Structure):
 
 class DenseSum(Structure):
     def __init__(self, params: Tree):
-        super().__init__(params)
         parameters, dtype = size(params), common_dtype(params)
+        super().__init__(params, held=parameters**2)
         require_dense_fits(parameters, dtype, self.leaves[0].device)
         self.like = shape_only(params)
         self.matrix: Tensor | None = None
         self.dtype = dtype
-
-    def held(self) -> int:
-        return self.formed() ** 2
 
     def add(self, chunk: Chunk) -> None:
         if _is_one_layer(chunk.gradients):
@@ -212,10 +177,9 @@ class DenseSum(Structure):
 
 
 class RootRows(Structure):
-    few_data = 2**40  # as much as may be: the rows are the result, and rows of one chunk need not be concatenated
-
     def __init__(self, params: Tree):
-        super().__init__(params)
+        # as much as may be: the rows are the result, and rows of one chunk need not be concatenated
+        super().__init__(params, few_data=2**40)
         self.rows: list[list[Tensor]] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -229,14 +193,11 @@ class RootRows(Structure):
 
 class LowRankSum(Structure):
     def __init__(self, params: Tree, rank: int):
-        super().__init__(params)
+        super().__init__(params, held=(rank + 1) * size(params))
         self.rank = rank
         zeros = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in self.leaves]
         self.kept = self.to_tree([leaf.expand(rank, *leaf.shape).clone() for leaf in zeros])
         self.overflow = self.to_tree(zeros)
-
-    def held(self) -> int:
-        return (self.rank + 1) * self.formed()
 
     def add(self, chunk: Chunk) -> None:
         new = self.to_tree(_rows(chunk, self.leaves))
@@ -254,16 +215,14 @@ class TappedSum(Structure):
     A vector without a tap is described too, since its only factor is formed from its gradients.
     """
 
-    few_data = 128  # the work is matrix products over whole chunks, which are slow where chunks are small
-
-    def formed(self) -> int:
-        return 0
-
-    widest: float = math.inf  # sizes of factors that are matrices
-
-    def held(self) -> int:
-        sizes = [n for leaf in self.leaves if leaf.ndim > 1 for n in (leaf.shape[0], leaf.numel() // leaf.shape[0])]
-        return sum(n * n if n <= self.widest else n for n in sizes)
+    def __init__(self, params: Tree, widest: float = math.inf, **asked: Any):
+        """``widest`` is the largest size of a factor that is a matrix."""
+        matrices = [leaf for leaf in optree.tree_leaves(params) if leaf.ndim > 1]
+        sizes = [n for leaf in matrices for n in (leaf.shape[0], leaf.numel() // leaf.shape[0])]
+        held = sum(n * n if n <= widest else n for n in sizes)
+        # the work is matrix products over whole chunks, which are slow where chunks are small
+        super().__init__(params, formed=0, held=held, few_data=128, **asked)
+        self.widest = widest
 
     def accepts(self, plan: TapPlan) -> None:
         without = [leaf for leaf in plan.generic if self.leaves[leaf].ndim > 1 or plan.reasons[leaf] == UNUSED]
@@ -281,11 +240,9 @@ class KroneckerSum(TappedSum):
     The factor of more than ``diagonal_above`` outputs is the diagonal of it, ``[O]``.
     """
 
-    weighs_inputs = True
-
     def __init__(self, params: Tree, sharing: str, diagonal_above: int | None = None):
-        super().__init__(params)
-        self.sharing, self.widest = sharing, math.inf if diagonal_above is None else diagonal_above
+        super().__init__(params, math.inf if diagonal_above is None else diagonal_above, weighs_inputs=True)
+        self.sharing = sharing
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.kinds: dict[int, Kind] = {}

@@ -44,7 +44,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -52,9 +51,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.core.link import LinkContext
-from bayesopt_chain.curvature._autodiff import vjp
+from bayesopt_chain.curvature._chunks import pullback
 from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._likelihood import Elementwise
@@ -71,7 +69,6 @@ from bayesopt_chain.precision import (
 )
 from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.schedules import is_number
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, combine, common_dtype, gram, inner, paths, project, size, upcast
 
@@ -144,12 +141,17 @@ def observe(
 
     def estimate(params: Tree, batch: Any) -> Observation:
         leaves, structure = optree.tree_flatten(params)
-        f, pull = _evaluated(forward, leaves, structure, batch)
 
-        def tree(values: list[Tensor]) -> Tree:
-            return optree.tree_unflatten(structure, values)
+        def outputs(leaves: list[Tensor]) -> tuple[Tensor, tuple[()]]:
+            f = forward(optree.tree_unflatten(structure, leaves), batch)
+            if not (f.requires_grad or is_transformed()):
+                raise ValueError(
+                    "ekf.observe: forward does not depend on params: compute the outputs from what it is given"
+                )
+            return f, ()
 
-        return _observation(f, batch[1], pull, tree, chosen, linearisation)
+        f, pull, _ = pullback(outputs, [leaf.detach() for leaf in leaves])
+        return _observation(f, batch[1], pull, structure.unflatten, chosen, linearisation)
 
     return estimate
 
@@ -202,37 +204,6 @@ def _separate(factors: Tensor) -> Tensor:
     return flat.movedim(1, -1).reshape(k * b, *factors.shape[1:])
 
 
-def _evaluated(
-    forward: Callable[[Tree, Any], Tensor], leaves: list[Tensor], structure: Any, batch: Any
-) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Outputs, and the pullback of cotangents ``[M, *outputs.shape]`` to leaves ``[M, *leaf.shape]``. Through autograd; under
-    a ``torch.func`` transformation (many filters by ``vmap``) through ``torch.func``."""
-
-    def outputs(chosen: list[Tensor]) -> Tensor:
-        return forward(optree.tree_unflatten(structure, chosen), batch)
-
-    detached = [leaf.detach() for leaf in leaves]
-    if is_transformed():
-        f, back = vjp(outputs, detached)
-        return f, lambda v: torch.vmap(lambda x: back(x)[0])(v)
-    with torch.enable_grad():
-        chosen = [leaf.requires_grad_() for leaf in detached]
-        f = outputs(chosen)
-        if not f.requires_grad:
-            raise ValueError(
-                "ekf.observe: forward does not depend on params: compute the outputs from what it is given"
-            )
-
-    def pull(v: Tensor) -> list[Tensor]:
-        if v.shape[0] == 1:
-            pulled = torch.autograd.grad(f, chosen, v[0], allow_unused=True)
-            return [torch.zeros_like(leaf)[None] if x is None else x[None] for x, leaf in zip(pulled, chosen)]
-        pulled = gradients_of_columns(f, chosen, v)
-        return [leaf.new_zeros((v.shape[0], *leaf.shape)) if x is None else x for x, leaf in zip(pulled, chosen)]
-
-    return f.detach(), pull
-
-
 def information(context: LinkContext, who: str) -> Observation:
     """Take the increment of an update, its keyword ``curvature``, apart: rows and force leaf by leaf.
 
@@ -252,9 +223,16 @@ def information(context: LinkContext, who: str) -> Observation:
         force = None if increment.force is None else upcast(optree.tree_leaves(increment.force))
         return increment._replace(rows=_require_over(increment.rows, context, who), force=force)
     if isinstance(increment, Precision):
+        try:
+            rows = increment.as_rows()
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{who}: {error}. A filter needs all rows of the batch: curvature of structure='root' (or 'dense'), or "
+                "bc.ekf.observe. With a diagonal in their place the mean diverges where features are correlated. Where the "
+                "rows do not fit, take smaller batches, or bc.vi.von, whose lr bounds the step"
+            ) from None
         log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
-        rows = _require_over(_rows(increment, who), context, who)
-        return Observation(rows, None, None, increment.count, log_likelihood)
+        return Observation(_require_over(rows, context, who), None, None, increment.count, log_likelihood)
     came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
     raise ValueError(
         f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
@@ -295,33 +273,6 @@ def weighed(known: Observation, g: list, leaves: list[Tensor], lr: float | Tenso
         force=None if force is None else [times(x, lr) for x in force],
         log_likelihood=None if known.log_likelihood is None else known.log_likelihood * lr,
     )
-
-
-def _rows(increment: Precision, who: str) -> Tree:
-    try:
-        return increment.as_rows()
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"{who}: {error}. A filter needs all rows of the batch: curvature of structure='root' (or 'dense'), or "
-            "bc.ekf.observe. With a diagonal in their place the mean diverges where features are correlated. Where the rows do "
-            "not fit, take smaller batches, or bc.vi.von, whose lr bounds the step"
-        ) from None
-
-
-class Motion(NamedTuple):
-    """How the parameters move before one update: ``theta <- theta + w``, ``w ~ N(0, diag(noise))``, and what is forgotten.
-
-    Attributes:
-        noise: variances like the leaves; ``None`` for no noise.
-        forgetting: in (0, 1].
-    """
-
-    noise: list[Tensor] | None
-    forgetting: float | Tensor
-
-    @property
-    def forgets_nothing(self) -> bool:
-        return is_number(self.forgetting) and self.forgetting == 1
 
 
 class Tally(NamedTuple):
@@ -397,8 +348,12 @@ class Structure(ABC):
         """
 
     @abstractmethod
-    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> Any:
-        """The state before the update, after the parameters moved."""
+    def forget(self, state: Any, forgetting: float | Tensor) -> Any:
+        """The state with the information times a number."""
+
+    @abstractmethod
+    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> Any:
+        """The state after a random walk of the parameters, whose variances are like the leaves."""
 
     @abstractmethod
     def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
@@ -433,14 +388,12 @@ class DenseRoot(Structure):
         root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
         return DenseFilterState(root.detach().to(dtype).clone(), tally)
 
-    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DenseFilterState:
-        if motion.noise is None and motion.forgets_nothing:
-            return state
-        root = times(state.root.mT, motion.forgetting**0.5)
-        if motion.noise is None:
-            return state._replace(root=root.mT)
-        walked = root * flatten(motion.noise, leaves).to(root.dtype).sqrt()
-        parameters = root.shape[-1]
+    def forget(self, state: Any, forgetting: float | Tensor) -> DenseFilterState:
+        return state._replace(root=times(state.root, forgetting**0.5))
+
+    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> DenseFilterState:
+        root, parameters = state.root.mT, len(state.root)
+        walked = root * flatten(noise, leaves).to(root.dtype).sqrt()
         first = torch.eye(parameters, 2 * parameters, dtype=root.dtype, device=root.device)
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
         return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
@@ -459,9 +412,8 @@ class DenseRoot(Structure):
             triangle = _triangle(torch.cat([torch.cat([root, rows]), beside], dim=1))
             upper, solved = triangle[:parameters, :parameters], triangle[:parameters, parameters:]
             misfit = triangle[parameters, parameters].square()
+            misfit = misfit if batch.force is None else -solved.square().sum()
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
-        if batch.innovation is not None and batch.force is not None:
-            misfit = -solved.square().sum()
         growth = 2 * (upper.diagonal() / root.diagonal()).log().sum()
         after = upper.mT.clone(memory_format=torch.contiguous_format)
         return Conditioned(_unflattened(moves, leaves), state._replace(root=after), growth, misfit)
@@ -490,13 +442,9 @@ def solve_with_rows(
     By default in float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
     """
     d, r, f = ([x.to(dtype) for x in leaves] for leaves in (diagonal, rows, force))
-    scaled = [row / x for row, x in zip(r, d)]
-    lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)])
-    along = torch.cholesky_solve(reduce(torch.add, [project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[
-        :, 0
-    ]
-    moves = [x / y - move for x, y, move in zip(f, d, combine(along, scaled))]
-    return [m.to(like.dtype) for m, like in zip(moves, force)], 2 * lower.diagonal().log().sum()
+    alone = [x / y for x, y in zip(f, d)]
+    moves, growth, _ = gain(d, r, project(r, alone))
+    return [(x - move).to(like.dtype) for x, move, like in zip(alone, moves, force)], growth
 
 
 def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -513,7 +461,7 @@ def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tupl
 def _capacity_root(white: list[Tensor]) -> Tensor:
     """The lower root of ``I + w w^T`` of whitened rows, which is never singular."""
     dtype = common_dtype(white)
-    capacity = reduce(torch.add, [gram(w.to(dtype)) for w in white])
+    capacity = gram([w.to(dtype) for w in white])
     capacity.diagonal().add_(1)
     return torch.linalg.cholesky_ex(capacity).L
 
@@ -549,14 +497,21 @@ class LowRankInformation(Structure):
             tuple(v.detach().to(p.dtype, copy=True) for v, p in zip(optree.tree_leaves(diagonal), leaves)), rows, tally
         )
 
-    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
-        diagonal, rows = list(state.diagonal), list(state.rows)
-        if not motion.forgets_nothing:
-            diagonal = [times(v, motion.forgetting) for v in diagonal]
-            rows = [times(row, motion.forgetting**0.5) for row in rows]
-        if motion.noise is not None:
-            diagonal, rows = walked(diagonal, rows, motion.noise)
-        return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
+    def forget(self, state: Any, forgetting: float | Tensor) -> LowRankFilterState:
+        diagonal = tuple(times(v, forgetting) for v in state.diagonal)
+        return state._replace(diagonal=diagonal, rows=tuple(times(row, forgetting**0.5) for row in state.rows))
+
+    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> LowRankFilterState:
+        """``((diag(y) + W W^T)^-1 + diag(q))^-1``."""
+        rows, shrinkage = state.rows, [1 / (1 + q * y) for q, y in zip(noise, state.diagonal)]
+        if self.rank:
+            capacity = project(rows, [row * (q * s) for row, q, s in zip(rows, noise, shrinkage)])
+            capacity.diagonal().add_(1)
+            lower = torch.linalg.cholesky_ex(capacity).L
+            flat = [(row * s).reshape(self.rank, -1) for row, s in zip(rows, shrinkage)]
+            flat = [torch.linalg.solve_triangular(lower.to(row.dtype), row, upper=False) for row in flat]
+            rows = tuple(new.reshape(row.shape) for new, row in zip(flat, rows))
+        return state._replace(diagonal=tuple(y * s for y, s in zip(state.diagonal, shrinkage)), rows=rows)
 
     def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         before, rows, e = list(state.diagonal), batch.rows, batch.innovation
@@ -593,15 +548,3 @@ class LowRankInformation(Structure):
         if not self.rank:
             return Diagonal(diagonal, state.tally.seen)
         return LowRank(diagonal, optree.tree_unflatten(structure, state.rows), state.tally.seen)
-
-
-def walked(diagonal: list[Tensor], rows: list[Tensor], noise: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """y' and W'^T after a random walk of variance q: ``((diag(y) + W W^T)^-1 + diag(q))^-1``."""
-    if rows:
-        rank = len(rows[0])
-        capacity = project(rows, [row * (q / (1 + q * y)) for row, q, y in zip(rows, noise, diagonal)])
-        lower = torch.linalg.cholesky_ex(capacity + torch.eye(rank, dtype=capacity.dtype, device=capacity.device)).L
-        shrunk = [(row / (1 + q * y)).reshape(rank, -1) for row, q, y in zip(rows, noise, diagonal)]
-        flat = [torch.linalg.solve_triangular(lower.to(row.dtype), row, upper=False) for row in shrunk]
-        rows = [row.reshape(like.shape) for row, like in zip(flat, rows)]
-    return [y / (1 + q * y) for y, q in zip(diagonal, noise)], rows

@@ -24,7 +24,6 @@ from bayesopt_chain.posterior.draw import warn_of_rounding
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
     LowRankInformation,
-    Motion,
     Observation,
     Structure,
     Tally,
@@ -61,6 +60,13 @@ class Filter(Alone, Link):
     prior_precision: Any = field(default=1.0, hash=False, compare=False)
     transition_noise: Any = field(default=0.0, hash=False, compare=False)
     forgetting: float | Tensor = 1.0
+    traits = Traits(
+        on_shards="refused",
+        refusal_hint=" (bc.vi.mean_field and bc.vi.ivon take them)",
+        needs_params=True,
+        checks_gradients=True,
+        all_leaves=True,
+    )
     instead = "the likelihood's weight is lr=, and a prior is prior_precision= or prior="
 
     def __post_init__(self) -> None:
@@ -78,16 +84,6 @@ class Filter(Alone, Link):
     @property
     def required_kwargs(self) -> frozenset[str]:
         return frozenset({"curvature"})
-
-    @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Traits(
-            on_shards="refused",
-            refusal_hint=" (bc.vi.mean_field and bc.vi.ivon take them)",
-            needs_params=True,
-            checks_gradients=True,
-            all_leaves=True,
-        )
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -136,8 +132,9 @@ class Filter(Alone, Link):
         params = context.tree(leaves)
         lr = self._lr(context.extra.get("lr", self.lr), state.tally.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
-        motion = Motion(self._noise(noise, state.tally.updates, params), self.forgetting)
-        predicted = self.structure.predict(state, motion, leaves)
+        noise = self._noise(noise, state.tally.updates, params)
+        predicted = state if self._is_default("forgetting", 1.0) else self.structure.forget(state, self.forgetting)
+        predicted = predicted if noise is None else self.structure.walk(predicted, noise, leaves)
         known = information(context, self.name)
         batch = weighed(known if all(moving) else of_moving(known, moving), upcast(g), leaves, lr)
         moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
