@@ -11,8 +11,10 @@ The draw carries its noise along: to compute it back as ``theta_s - mean`` would
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -25,9 +27,18 @@ from bayesopt_chain.core.link import Link, LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.posterior.gaussian import Alone, device_of, require_these, spread_like, standard_normals
+from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.posterior.gaussian import (
+    Alone,
+    Gaussian,
+    device_of,
+    require_these,
+    spread_like,
+    standard_normals,
+)
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import are_spread, copied, require_like
 
 
 class Draw(NamedTuple):
@@ -46,12 +57,41 @@ class Draw(NamedTuple):
     step: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Drawing(Alone, Keyed, ABC):
-    """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``."""
+    """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``.
 
-    n_samples: int
+    The prior has a mean of its own, which a step in place leaves alone.
+    """
+
     temperature: ScalarOrSchedule
-    antithetic: bool
+    n_samples: int = 1
+    antithetic: bool = False
+    weight_decay: float = 0.0
+    prior: Gaussian | None = field(default=None, hash=False, compare=False)
+
+    def __post_init__(self) -> None:
+        who, decay = self.name, self.weight_decay
+        checks.TEMPERATURE("temperature", self.temperature)
+        if self.antithetic and self.n_samples % 2:
+            raise ValueError(
+                f"{who}: antithetic draws come in pairs; n_samples={self.n_samples} is odd, pass an even number"
+            )
+        if not (math.isfinite(decay) and decay >= 0):
+            raise ValueError(f"{who}: weight_decay must be finite and not negative, got {decay!r}")
+        if self.prior is None:
+            return
+        if decay:
+            raise ValueError(f"{who}: prior and weight_decay={decay} are two priors: leave one out")
+        if self.is_deterministic:
+            raise ValueError(
+                f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
+            )
+        object.__setattr__(self, "prior", self.prior._replace(mean=copied(self.prior.mean)))
+
+    @property
+    def response(self) -> Response:
+        return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
     @property
     def on_shards(self) -> OnShards:
@@ -87,7 +127,22 @@ class Drawing(Alone, Keyed, ABC):
         return is_zero(self.temperature)
 
     def first_key(self, leaves: Leaves, context: LinkContext) -> tuple[Tensor, Tensor]:
-        """A key and a count of zero; where nothing is drawn the key is zero."""
+        """A key and a count of zero; where nothing is drawn the key is zero.
+
+        Raises:
+            ValueError: links beside this one that it cannot stand with; a prior over other parameters, or over ones of which
+                every rank holds a part.
+        """
+        checks.with_values(self.name, "params", leaves, context.paths)
+        self.require_around(context.scope.before, context.scope.behind)
+        if self.prior is not None:
+            params = context.tree(leaves)
+            if are_spread(params):
+                raise ValueError(
+                    f"{self.name}: prior= is over whole leaves, and the parameters are DTensors, of which each rank has a "
+                    "part: give weight_decay=, or put the prior into the loss"
+                )
+            require_like(self.prior.mean, params, f"{self.name}: prior.mean")
         if self.is_deterministic:
             device = device_of(leaves)
             return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -102,23 +157,18 @@ class Drawing(Alone, Keyed, ABC):
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(same, (), state.key, state.step)
         checks.own_key(state.key, leaves)
-        are_spread = any(map(is_dtensor, leaves))
-        if not are_spread:
+        in_parts = any(map(is_dtensor, leaves))
+        if not in_parts:
             require_these(self.shapes(state), list(leaves), str(self))
-        here, mine = ([local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
-        noise, moves = self.displacements(mine, here, names, leaves if are_spread else None)
+        here, mine = ([local(x) for x in leaves], shards.local_tree(state)) if in_parts else (leaves, state)
+        like, of = self.noise_like(here, names)
+        whole = leaves if in_parts else None
+        noise = standard_normals(mine.key, mine.step, like, of, self.n_samples, self.antithetic, whole)
+        moves = self.displace(mine, noise, here)
         drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
         warn_of_rounding(f"a draw of {self}", names, here, moves)
         axes = int(self.n_samples > 1)
         return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
-
-    def displacements(
-        self, state: Any, leaves: Leaves, names: Sequence[str], whole: Leaves | None = None
-    ) -> tuple[tuple[Tensor, ...], Leaves]:
-        """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
-        like, names = self.noise_like(leaves, names)
-        noise = standard_normals(state.key, state.step, like, names, self.n_samples, self.antithetic, whole)
-        return noise, self.displace(state, noise, leaves)
 
     def noise_like(self, leaves: Leaves, names: Sequence[str]) -> tuple[Leaves, Sequence[str]]:
         """Templates of one sample's standard normals, and their names in the random stream."""
@@ -143,12 +193,6 @@ def warn_of_rounding(what: str, names: Sequence[str], means: Leaves, moves: Leav
                 f"{what}: most entries of {name} in {mean.dtype} round to their mean and stay there, so that the posterior is "
                 "not that of the data; keep float32 parameters and use autocast"
             )
-
-
-def require_samples(who: str, n_samples: int, antithetic: bool) -> None:
-    """Refuse an odd number of samples where they come in pairs."""
-    if antithetic and n_samples % 2:
-        raise ValueError(f"{who}: antithetic draws come in pairs; n_samples={n_samples} is odd, pass an even number")
 
 
 def require_drawn_from(draw: Any, state: Any, who: str) -> None:

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -52,16 +52,14 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Drawing,
     along_samples,
     over_samples,
     require_drawn_from,
-    require_samples,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
-from bayesopt_chain.posterior.vi._transform import TAKEN, DrawingTransformation, like_prior, one_prior, require_prior
+from bayesopt_chain.posterior.vi._transform import TAKEN, DrawingTransformation, like_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
@@ -89,14 +87,9 @@ class Natural(Drawing):
     """What the natural-gradient links share: the random stream, the momentum and the mean gradient over several draws."""
 
     lr: ScalarOrSchedule
-    temperature: ScalarOrSchedule
     betas: tuple[float, float]
-    weight_decay: float = 0.0
-    prior: Gaussian | None = field(default=None, hash=False, compare=False)
     init_hessian: float = 1.0
     trust_radius: float | None = None
-    n_samples: int = 1
-    antithetic: bool = False
     state = NaturalState
     name = "vi"
     instead = "give it lr=, betas=, and a prior as weight_decay= or prior="
@@ -106,7 +99,6 @@ class Natural(Drawing):
         who, betas = self.name, tuple(self.betas)
         object.__setattr__(self, "betas", betas)  # a list would not hash
         checks.ARGUMENTS["lr"](f"{who}: lr", self.lr)
-        checks.TEMPERATURE("temperature", self.temperature)
         if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
             raise ValueError(
                 f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
@@ -114,9 +106,7 @@ class Natural(Drawing):
         checks.POSITIVE(f"{who}: init_hessian", self.init_hessian)
         if self.trust_radius is not None:
             checks.number("(0, inf]")(f"{who}: trust_radius", self.trust_radius)
-        require_samples(who, self.n_samples, self.antithetic)
-        prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
-        object.__setattr__(self, "prior", prior)
+        super().__post_init__()
         if self.prior is not None and not isinstance(self.prior.precision, Diagonal):
             raise ValueError(
                 f"{who}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a diagonal "
@@ -133,19 +123,11 @@ class Natural(Drawing):
             return self.trust_radius
         return math.inf if self.is_deterministic or self.betas[1] in (0, 1) else self.default_radius
 
-    @property
-    def response(self) -> Response:
-        return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
-
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
         checks.samplable(leaves, context.paths)
-        checks.with_values(self.name, "params", leaves, context.paths)
-        self.require_around(context.scope.before, context.scope.behind)
-        params = context.tree(leaves)
-        require_prior(self.prior, params, self.name)
         key, count = self.first_key(leaves, context)
         momentum = tuple(torch.zeros_like(leaf, dtype=wide(leaf.dtype)).detach() for leaf in leaves)
-        return NaturalState(momentum, self.first_hessian(shards.local_tree(params)), key, count)
+        return NaturalState(momentum, self.first_hessian(shards.local_tree(context.tree(leaves))), key, count)
 
     @abstractmethod
     def first_hessian(self, params: Any) -> Any:
@@ -168,6 +150,10 @@ class Natural(Drawing):
         new = NaturalState(momentum, hessian, state.key, state.step + 1)
         moves = self.moves(force, hessian, state, leaves)
         return [None if x is None else x.to(p.dtype) for x, p in zip(moves, leaves)], op.keep(state, new)
+
+    def heat(self, state: NaturalState) -> Tensor:
+        """The temperature of a step, 0-d."""
+        return scalar(now(self.temperature, state.step), state.key.device)
 
     @abstractmethod
     def next_hessian(self, samples: list, state: NaturalState, context: LinkContext) -> Any:
@@ -251,8 +237,8 @@ class IVON(Natural):
         return [s * z for s, z in zip(self._sigma(state), noise)]
 
     def _sigma(self, state: NaturalState) -> list[Tensor]:
-        temperature = scalar(now(self.temperature, state.step), state.key.device)
-        return [times((h + d).rsqrt(), temperature.sqrt()) for h, d in zip(state.hessian, self.decay(state))]
+        root = self.heat(state).sqrt()
+        return [times((h + d).rsqrt(), root) for h, d in zip(state.hessian, self.decay(state))]
 
     def next_hessian(self, samples, state, context):
         if self.is_deterministic:
@@ -261,7 +247,7 @@ class IVON(Natural):
         estimates = [
             None if x is None else over_samples(x * z) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
         ]
-        is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
+        is_drawn = self.heat(state) > 0
         return tuple(
             h if x is None else torch.where(is_drawn, averaged(h, x, d, self.betas[1]), h)
             for x, h, d in zip(estimates, state.hessian, self.decay(state))
@@ -278,7 +264,7 @@ class IVON(Natural):
         if self.radius == math.inf:
             return steps
         bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
-        is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
+        is_drawn = self.heat(state) > 0
         return [
             x if x is None else torch.where(is_drawn, torch.minimum(torch.maximum(x, -b), b), x)
             for x, b in zip(steps, bounds)
@@ -311,9 +297,9 @@ class VON(Natural):
 
     def displace(self, state, noise, leaves):
         precision = self.decayed(state.hessian, state)
-        temperature = scalar(now(self.temperature, state.step), state.key.device)
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
-        return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
+        root = self.heat(state).sqrt()
+        return [times(x, root) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
     def moves(self, force, hessian, state, leaves):
         tree = optree.tree_unflatten(
@@ -325,7 +311,7 @@ class VON(Natural):
         lr = now(self.lr, state.step)
         if self.radius != math.inf:
             moved = optree.tree_unflatten(optree.tree_structure(tree), [times(x, lr) for x in solved])
-            temperature = scalar(now(self.temperature, state.step), state.key.device)
+            temperature = self.heat(state)
             squares = precision.quad(moved).to(torch.float64) / sum(x.numel() for x in solved)
             bound = self.radius * temperature.to(torch.float64).sqrt() * squares.clamp_min(1e-300).rsqrt()
             factor = torch.where(temperature > 0, bound.clamp_max(1.0), 1.0)
@@ -410,8 +396,8 @@ def ivon(
     """
     link = IVON(
         lr,
-        temperature,
         betas,
+        temperature=temperature,
         rescale_lr=rescale_lr,
         clip_radius=clip_radius,
         weight_decay=weight_decay,
@@ -476,8 +462,8 @@ def von(
     """
     link = VON(
         lr,
-        temperature,
         betas,
+        temperature=temperature,
         weight_decay=weight_decay,
         prior=prior,
         init_hessian=init_hessian,

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -44,14 +44,12 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Draw,
     Drawing,
     along_samples,
     over_samples,
     require_drawn_from,
-    require_samples,
 )
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
@@ -65,8 +63,8 @@ from bayesopt_chain.posterior.gaussian import (
 )
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.precision import Precision
-from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
-from bayesopt_chain.trees import are_spread, copied, paths_of, require_like, spread, upcast, wide
+from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
+from bayesopt_chain.trees import copied, paths_of, spread, upcast, wide
 
 
 class VariationalState(NamedTuple):
@@ -112,12 +110,7 @@ class Variational(Drawing):
 
     family: Family
     optimizer: GradientTransformation
-    temperature: ScalarOrSchedule
-    n_samples: int = 1
-    antithetic: bool = False
     stick_the_landing: bool = True
-    weight_decay: float = 0.0
-    prior: Gaussian | None = field(default=None, hash=False, compare=False)
     scale_optimizer: Any = None
     state = VariationalState
     instead = "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior="
@@ -128,12 +121,9 @@ class Variational(Drawing):
             if not isinstance(tx, GradientTransformation):
                 raise TypeError(f"{who}: {name} is {tx!r}, not a gradient transformation")
             object.__setattr__(self, name, chain(tx))  # so that both take params= and unknown keywords as chains do
-        checks.TEMPERATURE("temperature", self.temperature)
         if isinstance(self.family.init_scale, (int, float)):
             checks.POSITIVE(f"{who}: init_scale", self.family.init_scale)
-        require_samples(who, self.n_samples, self.antithetic)
-        prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
-        object.__setattr__(self, "prior", prior)
+        super().__post_init__()
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -143,20 +133,13 @@ class Variational(Drawing):
     def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
         return "tree" if self.family.elementwise else "refused"
 
-    @property
-    def response(self) -> Response:
-        return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
-
     def init(self, leaves: list, context: LinkContext) -> VariationalState:
-        checks.with_values(self.name, "params", leaves, context.paths)
         params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
 
         # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
         def normals(n: int) -> tuple[Tensor, ...]:
             return standard_normals(key, zero, leaves, context.paths, n)
 
-        require_prior(self.prior, params, self.name)
-        self.require_around(context.scope.before, context.scope.behind)
         if not self.is_deterministic:
             require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
         scale = self.family.start(leaves, self._first_scales(params, context), normals)
@@ -273,22 +256,6 @@ class Variational(Drawing):
         return f"{self.name}({', '.join(words)})"
 
 
-def one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> Gaussian | None:
-    """The prior with a mean of its own, which a step in place leaves alone; refuses a weight decay that is no precision, and a
-    prior beside another one."""
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
-    if prior is None:
-        return None
-    if weight_decay:
-        raise ValueError(f"{who}: prior and weight_decay={weight_decay} are two priors: leave one out")
-    if is_zero(temperature):
-        raise ValueError(
-            f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
-        )
-    return prior._replace(mean=copied(prior.mean))
-
-
 def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
     """Refuse an optimizer that moves where all gradients are zero: one that decays weights, or a sampler.
 
@@ -322,17 +289,6 @@ def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
             f"{who}: the optimizer has weight decay, which would pull the mean and leave the covariance as it is: pass the "
             "optimizer without it, and the prior here, as weight_decay= or prior="
         )
-
-
-def require_prior(prior: Gaussian | None, params: Any, who: str) -> None:
-    """Refuse a prior over other parameters, and one over parameters of which every rank holds a part."""
-    if prior is not None and are_spread(params):
-        raise ValueError(
-            f"{who}: prior= is over whole leaves, and the parameters are DTensors, of which each rank has a part: give "
-            "weight_decay=, or put the prior into the loss"
-        )
-    if prior is not None:
-        require_like(prior.mean, params, f"{who}: prior.mean")
 
 
 def like_prior(prior: Gaussian, leaves: list) -> Any:
@@ -485,7 +441,7 @@ def mean_field(
     link = Variational(
         MeanField(init_scale),
         optimizer,
-        temperature,
+        temperature=temperature,
         n_samples=n_samples,
         antithetic=antithetic,
         stick_the_landing=stick_the_landing,
@@ -540,7 +496,7 @@ def dense(
     link = Variational(
         Dense(init_scale),
         optimizer,
-        temperature,
+        temperature=temperature,
         n_samples=n_samples,
         antithetic=antithetic,
         stick_the_landing=stick_the_landing,
@@ -596,7 +552,7 @@ def low_rank(
     link = Variational(
         LowRank(init_scale, rank),
         optimizer,
-        temperature,
+        temperature=temperature,
         n_samples=n_samples,
         antithetic=antithetic,
         stick_the_landing=stick_the_landing,
