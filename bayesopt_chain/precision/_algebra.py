@@ -189,7 +189,7 @@ class Precision:
         """Return ``Lambda x``.
 
         Args:
-            tree: x, like the params.
+            tree: x, like the params, or a batch of such trees, leaves ``[*lead, *leaf.shape]``.
 
         Returns:
             A tree like x.
@@ -204,7 +204,7 @@ class Precision:
         leaves, structure = optree.tree_flatten(tree)
 
         def half(leaves: list[Tensor]) -> Tensor:
-            return 0.5 * self.quad(optree.tree_unflatten(structure, leaves))
+            return 0.5 * self.quad(optree.tree_unflatten(structure, leaves)).sum()
 
         return optree.tree_unflatten(structure, torch.func.grad(half)(leaves))
 

@@ -1,4 +1,22 @@
-r"""The Gaussian families of variational inference: how noise displaces the mean, and the derivatives of that.
+r"""Variational inference as a gradient transformation: the loss's gradient at a draw moves a Gaussian of a family.
+
+For q = N(mu, Sigma) in a family with parameters phi, and the mean loss per datum at temperature T, it descends
+
+    F(mu, phi) = E_q[loss(theta)] - T H[q],      theta = mu + displacement(phi, noise),
+
+the negative ELBO divided by the number of data when ``T = 1 / N`` and the loss is the mean negative log posterior. With
+``g`` the loss's gradient at the draw and ``Lambda = Sigma^-1``, its gradient is, in closed form,
+
+    stick the landing     g' = g - T Lambda (theta - mu),   dF/dmu = g',   dF/dphi = pullback(g')
+    otherwise             dF/dmu = g,                       dF/dphi = pullback(g) - T dH/dphi,
+
+where ``pullback`` is the transposed derivative of the displacement by phi. Both are unbiased. The first is exactly zero,
+for every draw, where q is the posterior (Roeder, Wu and Duvenaud, 2017). The optimizer then sees a gradient of mu and one
+of phi. A prior N(mu_0, Lambda_0^-1) that the loss leaves out adds ``T Lambda_0 (theta - mu_0)`` to g; weight decay delta is
+the prior with ``mu_0 = 0``, ``T Lambda_0 = delta``. Gradients of the reparameterised ELBO: Kucukelbir, Tran, Ranganath,
+Gelman and Blei, 2017 (mean field and dense); Ong, Nott and Smith, 2018 (low rank plus diagonal).
+
+The families say how noise displaces the mean:
 
     mean field     theta - mu = sigma * z,          phi = log sigma,         Lambda = diag(sigma^-2)
     dense          theta - mu = D (1 + N) z,        phi = (log D, N),        Lambda = (L L^T)^-1 with L = D (1 + N)
@@ -13,22 +31,37 @@ A family is asked for the displacement of a noise, for ``score = Lambda (theta -
 derivative of the displacement by phi applied to gradients at the draws and averaged over them, and for the entropy
 ``H = P/2 log(2 pi e) + log |Sigma| / 2`` with its gradient. No matrix is ever factorised: the dense family carries L
 itself, whose diagonal is positive because it is the exponential of what is optimized.
+
+F says how far any Gaussian is from the posterior, in nats, whichever method gave it:
+
+    F(q) = E_q[loss(theta)] - T H[q] = E_q[loss(theta) + T log q(theta)],        -F / T <= log Z = log int exp(-loss / T),
+
+with equality where q is the posterior; there ``loss + T log q`` is the same for every draw, so that its mean has no error
+(Jordan, Ghahramani, Jaakkola and Saul, 1999).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torchopt.base import GradientTransformation
 
+from bayesopt_chain import checks
+from bayesopt_chain._torch import local, whole
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.link import LinkContext, OnShards
+from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.curvature._structures import require_dense_fits
-from bayesopt_chain.posterior.draw import over_samples
+from bayesopt_chain.distributed import shards
+from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, over_samples, require_drawn_from
+from bayesopt_chain.posterior.gaussian import Gaussian, require_finite, require_numbers, standard_normals, times
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
@@ -40,35 +73,106 @@ from bayesopt_chain.precision import (
     unflatten,
 )
 from bayesopt_chain.precision._dense import lower_root
-from bayesopt_chain.trees import combine, common_dtype, size, wide
+from bayesopt_chain.schedules import now, scalar
+from bayesopt_chain.trees import combine, common_dtype, size, spread, upcast, wide
 
 Scale = tuple[Tensor, ...]
 Noise = tuple[Tensor, ...]
 
 
-class Family(ABC):
-    """A family of Gaussians. Leaves are the parameters that are present; samples stand on axis 0 of noise and gradients."""
+class VariationalState(NamedTuple):
+    """What the families remember.
 
-    name: str
-    init_scale: Any
+    Attributes:
+        scale: the family's parameters phi.
+        mean_optimizer: the optimizer's state for the mean.
+        scale_optimizer: the optimizer's state for phi.
+        key: of the random stream, 0-d int64.
+        step: of the updates, 0-d int64.
+    """
+
+    scale: tuple[Tensor, ...]
+    mean_optimizer: Any
+    scale_optimizer: Any
+    key: Tensor
+    step: Tensor
+
+
+class VariationalInfo(NamedTuple):
+    """What a step reports.
+
+    Attributes:
+        loss: the mean over the draws, 0-d.
+        aux: the loss's auxiliary output; with several samples each of its tensors has them on axis 0.
+        negative_elbo: per datum, in nats, 0-d.
+        finite, gradient_norm, temperature, observed: as in :class:`bayesopt_chain.Info`.
+    """
+
+    loss: Tensor
+    aux: Any
+    negative_elbo: Tensor
+    finite: Any = ()
+    gradient_norm: Any = ()
+    temperature: Any = ()
+    observed: Any = ()
+
+
+@dataclass(frozen=True)
+class Variational(Drawing):
+    """A family of Gaussians as a link, with two optimizers, one for mu and one for phi.
+
+    Leaves are the parameters that are present; samples stand on axis 0 of noise and gradients.
+    """
+
+    optimizer: GradientTransformation
+    init_scale: Any = field(hash=False, compare=False)
+    stick_the_landing: bool = True
+    scale_optimizer: Any = None
+    state = VariationalState
     elementwise = False  # whether phi has a tensor like each leaf, and every element is treated by itself
+    instead = "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior="
+
+    def __post_init__(self) -> None:
+        who = self.name
+        for name, tx in (("optimizer", self.optimizer), ("scale_optimizer", self.scale_optimizer or self.optimizer)):
+            if not isinstance(tx, GradientTransformation):
+                raise TypeError(f"{who}: {name} is {tx!r}, not a gradient transformation")
+            object.__setattr__(self, name, chain(tx))  # so that both take params= and unknown keywords as chains do
+        if isinstance(self.init_scale, (int, float)):
+            checks.POSITIVE(f"{who}: init_scale", self.init_scale)
+        super().__post_init__()
+
+    @property
+    def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
+        return "tree" if self.elementwise else "refused"
+
+    def init(self, leaves: list, context: LinkContext) -> VariationalState:
+        params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
+
+        # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
+        def normals(n: int) -> tuple[Tensor, ...]:
+            return standard_normals(key, zero, leaves, context.paths, n)
+
+        if not self.is_deterministic:
+            require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
+        scale = self.first_scale(leaves, self._first_scales(params, context), normals)
+        scale = tuple(context.spread(scale)) if self.elementwise else scale
+        return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
+
+    def _first_scales(self, params: Any, context: LinkContext) -> list[Tensor]:
+        """The standard deviations to start from, by leaf."""
+        what = f"{self.name}: init_scale"
+        scales = context.parts(spread(self.init_scale, params, what), what)
+        require_numbers(scales, params, what)
+        return scales
 
     @abstractmethod
-    def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
+    def first_scale(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
         """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
         every leaf, ``[n, *leaf.shape]``."""
 
-    def noise_like(self, leaves: list[Tensor], paths: Sequence[str]) -> tuple[list[Tensor], Sequence[str]]:
-        """Templates of one sample's standard normals, by default those of the leaves, and the names by which the random stream
-        tells them apart."""
-        return leaves, paths
-
     @abstractmethod
-    def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
-        """``theta - mu``: ``[S, *leaf.shape]`` for each leaf."""
-
-    @abstractmethod
-    def score(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
+    def score(self, state: VariationalState, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
         """``Lambda (theta - mu)``, shaped like the displacement."""
 
     @abstractmethod
@@ -87,29 +191,164 @@ class Family(ABC):
         """The gradient by phi without the part of the leaves that do not move; phi has as many tensors for each leaf."""
         return [x if m else None for x, m in zip(gradient, moves * (len(gradient) // len(moves)))]
 
-    def shapes(self, scale: Scale) -> list | int:
-        """The parameters' shapes that phi remembers, or their number."""
-        return [s.shape for s in scale]
+    def shapes(self, state: VariationalState) -> list | int:
+        return [s.shape for s in state.scale]
 
     @abstractmethod
-    def precision(self, scale: Scale, params: Any, count: Tensor) -> Precision:
+    def of_scale(self, scale: Scale, params: Any, count: Tensor) -> Precision:
         """``Lambda`` over the tree of params."""
+
+    def update(
+        self, g: list, state: VariationalState, op: TensorOps, context: LinkContext
+    ) -> tuple[list, VariationalState]:
+        params = context.params
+        if self.is_deterministic:
+            if self.n_samples > 1:
+                g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
+            if self.weight_decay:
+                g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
+            moves, optimizer = self._move_mean(g, state, params, op, context)
+            return moves, state._replace(mean_optimizer=optimizer)
+        draw: Any = context.extra.get("draw")
+        require_drawn_from(draw, state, self.name)
+        mine = state._replace(scale=tuple(map(local, state.scale)))
+        by_mean, by_scale = self._gradients(g, draw.noise, mine, params)
+        moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
+        if self.elementwise:
+            by_scale = tuple(context.spread(by_scale))
+        steps, scale_optimizer = self.scale_optimizer.update(
+            by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
+        )
+        scale = tuple(s if step is None else s + step for s, step in zip(state.scale, steps))
+        new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.step + 1)
+        return moves, op.keep(state, new)
+
+    def _gradients(self, g: list, noise: Any, state: VariationalState, leaves: list) -> tuple[list, tuple]:
+        """Of F by the mean, ``None`` where there is none, and by phi."""
+        samples = along_samples(g, leaves, self.n_samples, self.name)
+        moves = [x is not None for x in samples]
+        filled = [
+            p.new_zeros((self.n_samples, *p.shape), dtype=wide(p.dtype)) if x is None else upcast(x)
+            for x, p in zip(samples, leaves)
+        ]
+        temperature = now(self.temperature, state.step - 1)
+        if self.weight_decay or self.prior is not None:
+            theta = [p + x for p, x in zip(leaves, self.displace(state, noise, leaves))]
+            factor = self.weight_decay if self.prior is None else temperature
+            pull = theta if self.prior is None else prior_force(self.prior, theta)
+            filled = [x + times(y, factor) if m else x for x, y, m in zip(filled, pull, moves)]
+        if self.stick_the_landing:
+            score = self.score(state, noise, leaves)
+            filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
+        by_scale = self.pullback(state.scale, noise, filled)
+        if not self.stick_the_landing:
+            entropy = self.entropy_gradient(state.scale)
+            by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
+        by_mean = [over_samples(x).to(p.dtype) if m else None for x, p, m in zip(filled, leaves, moves)]
+        return by_mean, tuple(self.only(by_scale, leaves, moves))
+
+    def _move_mean(
+        self, g: list, state: VariationalState, params: list, op: TensorOps, context: LinkContext
+    ) -> tuple[list, Any]:
+        moves, optimizer = self.optimizer.update(
+            context.tree(g), state.mean_optimizer, params=context.tree(params), inplace=op.inplace
+        )
+        return context.leaves(moves), op.keep(state.mean_optimizer, optimizer)
+
+    def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
+        """What a step from this state says about itself."""
+        return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
+
+    def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
+        """``loss - T H[q]``, and the prior at the draw."""
+        if (self.weight_decay or self.prior is not None) and draw is None:
+            raise ValueError(
+                f"{self.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
+            )
+        loss = whole(loss)
+        drawn = [] if draw is None else optree.tree_leaves(draw.params)
+        if self.prior is not None:
+            density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
+            loss = loss - times(density.to(loss), now(self.temperature, state.step - 1))
+        if self.weight_decay:
+            squares = torch.stack([whole(x.square().sum()).to(loss) for x in drawn]).sum()
+            loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
+        if self.is_deterministic:
+            return loss
+        entropy = whole(self.entropy(state.scale))  # of DTensors a message
+        return loss - times(entropy, now(self.temperature, state.step - 1))
+
+    def precision(self, state: VariationalState, params: Any) -> Precision:
+        """Of the posterior, over the tree of params."""
+        require_finite(state.scale, f"{self.name}: the scale")
+        data = 1 / scalar(now(self.temperature, state.step - 1), state.step.device)
+        return self.of_scale(state.scale, params, data)
+
+    def __str__(self) -> str:
+        words = [str(self.optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
+        words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
+        return f"{self.name}({', '.join(words)})"
+
+
+def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
+    """Refuse an optimizer that moves where all gradients are zero: one that decays weights, or a sampler.
+
+    A weight decay would act on the mean and not on the covariance, and noise of its own would be a second posterior's. The
+    optimizer is asked by an update of parameters of one entry each, at zero and at one; one that cannot be asked so passes.
+    """
+
+    def moved(value: float) -> float:
+        point = optree.tree_map(lambda p: p.new_full((1,) * p.ndim, value), params)
+        nothing = optree.tree_map(torch.zeros_like, point)
+        updates, _ = tx.update(nothing, tx.init(point), params=point, inplace=False)
+        return sum(float(x.abs().sum()) for x in optree.tree_leaves(updates))
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            draws, decays = moved(0.0), moved(1.0)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
+        return
+    if math.isnan(draws):
+        raise ValueError(
+            f"{who}: the optimizer's step is NaN where gradients are zero: in float16 an eps such as 1e-8 rounds to 0; keep "
+            "float32 parameters and use autocast, or pass the optimizer with an eps of at least 1e-4"
+        )
+    if draws:
+        raise ValueError(
+            f"{who}: the optimizer adds noise (it is a sampler, or has a temperature): pass it at temperature 0; the "
+            "temperature of the posterior is this transformation's own"
+        )
+    if decays:
+        raise ValueError(
+            f"{who}: the optimizer has weight decay, which would pull the mean and leave the covariance as it is: pass the "
+            "optimizer without it, and the prior here, as weight_decay= or prior="
+        )
+
+
+def like_prior(prior: Gaussian, leaves: list) -> Any:
+    """Leaves as the tree that a prior is over."""
+    return optree.tree_unflatten(optree.tree_structure(prior.mean), leaves)
+
+
+def prior_force(prior: Gaussian, theta: list) -> list:
+    """``Lambda_0 (theta - mu_0)``, shaped like theta."""
+    centred = [x - m for x, m in zip(theta, optree.tree_leaves(prior.mean))]
+    return optree.tree_leaves(prior.precision.times(like_prior(prior, centred)))
 
 
 @dataclass(frozen=True)
-class MeanField(Family):
-    init_scale: Any = field(hash=False, compare=False)
+class MeanField(Variational):
     name = "vi.mean_field"
     elementwise = True
 
-    def start(self, leaves, scales, normals):
+    def first_scale(self, leaves, scales, normals):
         return tuple(_logs(leaf, scale) for leaf, scale in zip(leaves, scales))
 
-    def displace(self, scale, noise, leaves):
-        return [s.exp() * z for s, z in zip(scale, noise)]
+    def displace(self, state, noise, leaves):
+        return [s.exp() * z for s, z in zip(state.scale, noise)]
 
-    def score(self, scale, noise, leaves):
-        return [z * (-s).exp() for s, z in zip(scale, noise)]
+    def score(self, state, noise, leaves):
+        return [z * (-s).exp() for s, z in zip(state.scale, noise)]
 
     def pullback(self, scale, noise, gradients):
         return tuple(over_samples(g * z) * s.exp() for s, z, g in zip(scale, noise, gradients))
@@ -120,30 +359,29 @@ class MeanField(Family):
     def entropy_gradient(self, scale):
         return tuple(torch.ones_like(s) for s in scale)
 
-    def precision(self, scale, params, count):
+    def of_scale(self, scale, params, count):
         values = [(-2 * s).exp() for s in scale]
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), count)
 
 
 @dataclass(frozen=True)
-class Dense(Family):
-    init_scale: Any = field(hash=False, compare=False)
+class Dense(Variational):
     name = "vi.dense"
 
-    def start(self, leaves, scales, normals):
+    def first_scale(self, leaves, scales, normals):
         dtype = common_dtype(leaves)
         require_dense_fits(size(leaves), dtype, leaves[0].device)
         logs = [_logs(leaf, scale) for leaf, scale in zip(leaves, scales)]
         return (torch.diag(flatten(logs, leaves).to(dtype)),)
 
-    def noise_like(self, leaves, paths):
+    def noise_like(self, leaves, names):
         return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))], [self.name]
 
-    def displace(self, scale, noise, leaves):
-        return unflatten(noise[0] @ cholesky(scale[0]).mT, leaves)
+    def displace(self, state, noise, leaves):
+        return unflatten(noise[0] @ cholesky(state.scale[0]).mT, leaves)
 
-    def score(self, scale, noise, leaves):
-        lower = cholesky(scale[0])
+    def score(self, state, noise, leaves):
+        lower = cholesky(state.scale[0])
         return unflatten(torch.linalg.solve_triangular(lower.mT, noise[0].mT, upper=True).mT, leaves)
 
     def pullback(self, scale, noise, gradients):
@@ -162,10 +400,10 @@ class Dense(Family):
         rows = torch.cat([torch.full((leaf.numel(),), m, device=leaf.device) for leaf, m in zip(leaves, moves)])
         return [torch.where(rows[:, None], gradient[0], 0)]
 
-    def shapes(self, scale):
-        return scale[0].shape[-1]
+    def shapes(self, state):
+        return state.scale[0].shape[-1]
 
-    def precision(self, scale, params, count):
+    def of_scale(self, scale, params, count):
         lower = cholesky(scale[0])
         identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
         inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
@@ -173,28 +411,27 @@ class Dense(Family):
 
 
 @dataclass(frozen=True)
-class LowRank(Family):
-    init_scale: Any = field(hash=False, compare=False)
-    rank: int
+class LowRank(Variational):
+    rank: int = 10
     name = "vi.low_rank"
 
-    def start(self, leaves, scales, normals):
+    def first_scale(self, leaves, scales, normals):
         if self.rank > size(leaves):
             raise ValueError(f"vi.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
         halves = [(scale / math.sqrt(2)).to(wide(leaf.dtype)) for scale, leaf in zip(scales, leaves)]
         rows = tuple(row * (half / math.sqrt(self.rank)) for row, half in zip(normals(self.rank), halves))
         return (*rows, *(_logs(leaf, half) for leaf, half in zip(leaves, halves)))
 
-    def noise_like(self, leaves, paths):
+    def noise_like(self, leaves, names):
         of_rows = leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(self.rank)
-        return [*leaves, of_rows], [*paths, self.name]
+        return [*leaves, of_rows], [*names, self.name]
 
-    def displace(self, scale, noise, leaves):
-        (rows, log_d), (*eps, z) = _halves(scale), noise
+    def displace(self, state, noise, leaves):
+        (rows, log_d), (*eps, z) = _halves(state.scale), noise
         return [d.exp() * e + along for d, e, along in zip(log_d, eps, combine(z, rows))]
 
-    def score(self, scale, noise, leaves):
-        return self._covariance(scale).times(self.displace(scale, noise, leaves))
+    def score(self, state, noise, leaves):
+        return self._covariance(state.scale).times(self.displace(state, noise, leaves))
 
     def pullback(self, scale, noise, gradients):
         (_, log_d), (*eps, z) = _halves(scale), noise
@@ -214,10 +451,10 @@ class LowRank(Family):
         by_log_d = [v * (2 * d).exp() for v, d in zip(covariance.diag(), log_d)]
         return (*by_rows, *by_log_d)
 
-    def shapes(self, scale):
-        return [s.shape for s in _halves(scale)[1]]
+    def shapes(self, state):
+        return [s.shape for s in _halves(state.scale)[1]]
 
-    def precision(self, scale, params, count):
+    def of_scale(self, scale, params, count):
         rows, log_d = (optree.tree_unflatten(optree.tree_structure(params), half) for half in _halves(scale))
         return low_rank_covariance(optree.tree_map(lambda d: (2 * d).exp(), log_d), rows, count)
 
