@@ -17,17 +17,16 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
-from bayesopt_chain.checks import installed
 from bayesopt_chain.curvature._autodiff import vjp
 from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.curvature._products import hvp, jvp
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.trees import Tree
 
-KINDS = ("ggn", "hessian")
 
-
+@checks.takes(kind=checks.one_of("ggn", "hessian"), batches=checks.BATCHES)
 def linear_operator(
     forward: Callable[[Tree, Any], Tensor],
     likelihood: Likelihood,
@@ -67,11 +66,9 @@ def linear_operator(
         >>> hutchpp_trace(operator, num_matvecs=9)                                    # doctest: +SKIP
         tensor(6.)
     """
-    if kind not in KINDS:
-        raise ValueError(f"linear_operator: kind={kind!r}: pass one of {', '.join(map(repr, KINDS))}")
     if iter(batches) is batches:
         raise ValueError("linear_operator: the batches can be read only once: pass a list of them, or a DataLoader")
-    installed("linear_operator", "curvlinops", "curvlinops")
+    checks.installed("linear_operator", "curvlinops", "curvlinops")
     from curvlinops._torch_base import PyTorchLinearOperator  # pyright: ignore[reportMissingImports]
 
     leaves, structure = optree.tree_flatten(params)

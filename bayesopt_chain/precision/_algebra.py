@@ -25,6 +25,7 @@ The precision of knowing nothing yet, so that a state has a first value before t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import optree
@@ -48,7 +49,7 @@ class LayerBases(NamedTuple):
     values: Tensor
 
 
-class Precision:
+class Precision(ABC):
     """The algebra of precisions; each structure is a NamedTuple of tensors and trees with these methods.
 
     Attributes:
@@ -58,6 +59,7 @@ class Precision:
     __slots__ = ()
     count: Tensor
 
+    @abstractmethod
     def add(self, other: Any) -> Any:
         """Return the sum with another precision over the same tree, such as that of further data.
 
@@ -79,8 +81,8 @@ class Precision:
             >>> a.add(b).values, a.add(b).count
             (tensor([2., 3.]), tensor(5.))
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def scale(self, factor: float | Tensor) -> Any:
         """Return the precision, and its count, times a non-negative number.
 
@@ -96,8 +98,8 @@ class Precision:
             >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).scale(3.0).values
             tensor([3., 6.])
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def add_diagonal(self, value: Any) -> Any:
         """Return the precision plus a diagonal, such as a prior's.
 
@@ -118,8 +120,8 @@ class Precision:
             >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).add_diagonal(10.0).values
             tensor([11., 12.])
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def factorised(self) -> Any:
         """Return the same precision decomposed, so that several questions pay for the decomposition once.
 
@@ -138,8 +140,8 @@ class Precision:
             tensor([[2., 0.],
                     [0., 3.]])
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def diag(self) -> Tree:
         """Return the diagonal of the precision.
 
@@ -152,7 +154,6 @@ class Precision:
             >>> Root(torch.tensor([[1.0, 2.0], [1.0, 0.0]]), torch.tensor(2.0)).diag()
             tensor([2., 4.])
         """
-        raise NotImplementedError
 
     def entries(self) -> Tree:
         """Return numbers by which it can be seen whether the precision is finite: the diagonal, or what costs less.
@@ -168,6 +169,7 @@ class Precision:
         """
         return self.diag()
 
+    @abstractmethod
     def quad(self, tree: Tree) -> Tensor:
         """Return ``x^T Lambda x``.
 
@@ -183,7 +185,6 @@ class Precision:
             >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).quad(torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
             tensor([ 3., 18.])
         """
-        raise NotImplementedError
 
     def times(self, tree: Tree) -> Tree:
         """Return ``Lambda x``.
@@ -208,6 +209,7 @@ class Precision:
 
         return optree.tree_unflatten(structure, torch.func.grad(half)(leaves))
 
+    @abstractmethod
     def to_dense(self) -> Tensor:
         """Return the precision as a matrix, which takes ``P^2`` numbers.
 
@@ -221,7 +223,6 @@ class Precision:
             tensor([[1., 0.],
                     [0., 2.]])
         """
-        raise NotImplementedError
 
     def as_rows(self) -> Tree:
         """Return rows with ``Lambda = rows^T rows``, as a square-root filter takes them.

@@ -180,7 +180,8 @@ class Eigenbasis(
     def add(self, other: Eigenbasis) -> Eigenbasis:
         require_same_structure(self, other)
         require_like(other.like, self.like, "the increment")
-        for mine, its in zip(self._bases(), other._bases()):
+        bases: list[list[Tensor]] = [optree.tree_leaves(x.left) + optree.tree_leaves(x.right) for x in (self, other)]
+        for mine, its in zip(*bases):
             if mine is not its and not is_hidden(mine) and not torch.equal(mine, its):
                 raise ValueError(
                     "the two precisions live in different eigenbases: build all EKFAC increments with one basis=, "
@@ -215,7 +216,7 @@ class Eigenbasis(
         def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
             return (_out_of(u, v, x.to(values.dtype)).square() * values).sum((-2, -1))
 
-        return _sum_leaves(leaf, _as_matrices(tree, self), *self[:3])
+        return reduce(torch.add, map(leaf, *map(optree.tree_leaves, (_as_matrices(tree, self), *self[:3]))))
 
     def layer_bases(self) -> list[LayerBases]:
         return [LayerBases(*leaves) for leaves in zip(*map(optree.tree_leaves, self[:3]))]
@@ -226,9 +227,6 @@ class Eigenbasis(
             return basis * values.reshape(-1) @ basis.mT
 
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
-
-    def _bases(self) -> list[Tensor]:
-        return optree.tree_leaves(self.left) + optree.tree_leaves(self.right)
 
     def _diagonal_of(self, values: Tree) -> Tree:
         def leaf(u: Tensor, v: Tensor, values: Tensor, like: Tensor) -> Tensor:
@@ -296,7 +294,3 @@ def _as_matrices(tree: Tree, precision: Any) -> Tree:
 
 def _as_leaves(tree: Tree, like: Tree) -> Tree:
     return optree.tree_map(lambda x, other: x.reshape((*x.shape[:-2], *other.shape)), tree, like)
-
-
-def _sum_leaves(function: Any, *trees: Tree) -> Tensor:
-    return reduce(torch.add, map(function, *map(optree.tree_leaves, trees)))

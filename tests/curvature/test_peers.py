@@ -79,6 +79,6 @@ def test_hutchpp_finds_the_trace():
 
 def test_what_cannot_be_an_operator_is_refused():
     forward, likelihood, params, batches = network(*CASES["counts"])
-    for asked, words in (((batches, "fisher"), "kind='fisher'"), ((iter(batches),), "only once")):
+    for asked, words in (((batches, "fisher"), "kind must be 'ggn' or"), ((iter(batches),), "only once")):
         with pytest.raises(ValueError, match=words):
             curvature.linear_operator(forward, likelihood, params, *asked)

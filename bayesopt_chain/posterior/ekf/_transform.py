@@ -111,9 +111,7 @@ class Filter(Alone, Link):
         if self.prior is not None:
             require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
             return self.prior.precision
-        given = spread(self.prior_precision, params, "prior_precision")
-        values = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
-        require_numbers(values, params, f"{self.name}: prior_precision")
+        values = self._numbers(self.prior_precision, params, "prior_precision")
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
         return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
@@ -122,9 +120,13 @@ class Filter(Alone, Link):
         value = value(updates) if is_schedule(value) else value
         if is_number(value) and value == 0:
             return None
-        given = spread(value, params, f"{self.name}: transition_noise")
+        return self._numbers(value, params, "transition_noise", zero=True)
+
+    def _numbers(self, value: Any, params: Any, what: str, zero: bool = False) -> list[Tensor]:
+        """Finite numbers above 0, or ``zero``, like the leaves of ``params``."""
+        given = spread(value, params, f"{self.name}: {what}")
         out = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
-        require_numbers(out, params, f"{self.name}: transition_noise", zero=True)
+        require_numbers(out, params, f"{self.name}: {what}", zero=zero)
         return out
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
