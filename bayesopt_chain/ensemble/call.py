@@ -165,8 +165,12 @@ def posterior_ensemble(
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
     pair = raw.folds(held_out, seed)
-    for rows in pair:
-        _require_scores(likelihood, raw.take(rows)[1])
+    for weights in [likelihood.weights(raw.take(rows)[1]) for rows in pair]:
+        if weights is not None and int((weights.reshape(len(weights), -1) > 0).any(1).sum()) < LEAST_SCORED:
+            raise ValueError(
+                f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
+                "classes that are not ignored): leave data without targets out, or pass a larger held_out="
+            )
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
     mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
@@ -198,12 +202,12 @@ def posterior_ensemble(
             **described(networks, likelihood),
         }
     stages = Stages(path, about, raw.device, mesh, progress)
-    starts = stages.once("starts", lambda: {"params": networks.params, "buffers": networks.buffers})
-    stages.of_first(networks.require_start, starts["params"])
-    networks = networks._replace(**starts)
-    axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
+    start = {"params": networks.params, "buffers": networks.buffers}
+    start = stages.once("start", lambda: {**start, "axes": principal_axes(networks, raw, scale)})
+    stages.of_first(networks.require_start, start["params"])
+    networks = networks._replace(params=start["params"], buffers=start["buffers"])
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
-    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
+    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, start["axes"], floor)
     own = [
         x for layer in networks.training.module.modules() for x in vars(layer).values() if isinstance(x, torch.Tensor)
     ]
@@ -212,7 +216,7 @@ def posterior_ensemble(
         try:
             training = Training(problem, stages, event, prior_precision)
         except RuntimeError:  # of vmap, or of the network, which then fails again
-            problem = replace(problem, loop=True)
+            problem = replace(problem, members=networks._replace(loop=True))
             training = Training(problem, stages, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
         if not all(map(torch.equal, own, before)):
@@ -391,10 +395,9 @@ def _finished(
         training=once,
         seconds=time.perf_counter() - began,
         held_out=table,
-        scale=factor,
         advice=advice,
     )
-    made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale, problem.loop)
+    made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale)
     if failed is not None:
         stage, err = failed
         why = str(err).removeprefix(WHO)
@@ -475,16 +478,6 @@ def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks
             "targets in other units, or in float64"
         )
     return variance.to(dtype)
-
-
-def _require_scores(likelihood: Likelihood, targets: Any) -> None:
-    """Refuse a fold on which nothing could be scored."""
-    weights = likelihood.weights(targets)
-    if weights is not None and int((weights.reshape(len(weights), -1) > 0).any(1).sum()) < LEAST_SCORED:
-        raise ValueError(
-            f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
-            "classes that are not ignored): leave data without targets out, or pass a larger held_out="
-        )
 
 
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:

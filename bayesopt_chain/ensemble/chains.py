@@ -74,7 +74,7 @@ class Chains:
             (*batch, size), buffers = batch
             return problem.energy(params["theta"], (*batch, torch.ones_like(size)), buffers, still=True)[0]
 
-        chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.loop)
+        chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.members.loop)
 
         def step(params: Any, state: Any, t: int) -> Any:
             return chains(params, state, (self.batch(t), self.buffers))[:2]
@@ -162,11 +162,17 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
         left = {"steps": max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))}
         more = stages.once("chains with all data", lambda: left)["steps"]
         draws = after.run(draws[-1], more, 2 * problem.seed + 2, stages.advance)
-        found |= {"passes": float(steps + more), "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
+        found["passes"] += more
         if not bool(draws.isfinite().all()):
             return {**found, "said": found["said"] + ", but they diverged with all data"}
-        found |= {"draws": draws, "buffers": {k: x.expand(len(draws), *x.shape) for k, x in buffers.items()}}
-        found |= {"outputs": outputs, "alone": {"networks alone": float(alone.mean())}}
+        found |= {
+            "draws": draws,
+            "buffers": {k: x.expand(len(draws), *x.shape) for k, x in buffers.items()},
+            "outputs": outputs,
+            "v0": float(ends["with"].mean()),
+            "agree": agreed <= AGREE,
+            "alone": {"networks alone": float(alone.mean())},
+        }
     return found
 
 

@@ -53,7 +53,6 @@ class Report:
         training: the passes of one plain training of the members, to compare with.
         seconds: what the call took.
         held_out: mean held-out log score by what is predicted with, in nats a datum.
-        scale: what logits are divided by, or noise scales are multiplied by.
         advice: what would help, by name.
 
     Example:
@@ -70,7 +69,6 @@ class Report:
     training: float
     seconds: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
-    scale: float = 1.0
     advice: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -113,7 +111,6 @@ class Ensemble:
         report: what was done; ``print(ensemble.report)``.
         members: the networks as functions of their parameters; ``members.still`` takes and gives the data's own units.
         scale: the affine maps around each network.
-        loop: whether ``vmap`` refuses the network.
     """
 
     params: Tensors
@@ -123,7 +120,6 @@ class Ensemble:
     report: Report
     members: Members
     scale: Scale
-    loop: bool = False
 
     def __repr__(self) -> str:
         return f"Ensemble({self.report.kind})"
@@ -158,7 +154,7 @@ class Ensemble:
             *_, n = columns((inputs,), "predict")
             require_inputs("predict", inputs)
             with checks.blaming("Ensemble.predict", "data"):
-                outputs = outputs_of(self.members.still, params, buffers, inputs, self.loop)
+                outputs = outputs_of(self.members, params, buffers, inputs)
             if outputs.shape[1] != n:
                 raise ValueError(
                     f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
@@ -246,7 +242,7 @@ class Ensemble:
             "noise": self.likelihood.noise_variance,
             "seed": self.report.chosen["seed"],
             "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
-            "loop": self.loop,
+            "loop": self.members.loop,
             "about": described(self.members, self.likelihood),
             "inputs": self.members.inputs,
         }
@@ -295,9 +291,8 @@ class Ensemble:
             likelihood = with_noise(likelihood, state["noise"])
         device = next(iter(members.params.values())).device
         params, buffers = ({k: x.to(device) for k, x in t.items()} for t in (params, buffers))
-        return cls(
-            params, buffers, likelihood, state["factor"], Report(**state["report"]), members, scale, state["loop"]
-        )
+        members = members._replace(loop=state["loop"])
+        return cls(params, buffers, likelihood, state["factor"], Report(**state["report"]), members, scale)
 
 
 class Scaled(nn.Module):

@@ -36,6 +36,7 @@ class Members(NamedTuple):
         training: the network as it is trained, its dropout on and BatchNorm on the batch.
         still: the network in ``eval`` mode, a function of parameters and data alone.
         inputs: two data of zeros, which make lazy layers again.
+        loop: whether ``vmap`` refuses the network, so that members run one after the other.
     """
 
     params: Tensors
@@ -43,6 +44,7 @@ class Members(NamedTuple):
     training: Forward
     still: Forward
     inputs: Any = None
+    loop: bool = False
 
     def within(self, scale: Scale) -> Members:
         """The networks between these affine maps."""

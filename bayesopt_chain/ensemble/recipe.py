@@ -153,10 +153,10 @@ class Training:
         self.state: Any = problem.start()
         self.prepare()
         self.run = problem.step
-        if not problem.loop:
+        if not problem.members.loop:
             self.run = program(problem.step, self.state, self.batch(0), self.rates(1e-3))
         members = problem.members
-        outputs_of(members.still, members.params, members.buffers, problem.data.inputs_of(1), problem.loop)
+        outputs_of(members, members.params, members.buffers, problem.data.inputs_of(1))
 
     def prepare(self) -> None:
         """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
@@ -298,17 +298,19 @@ class Training:
     def choose(self) -> None:
         """Set the priors to go on with, the z of their comparison, and the noise."""
         problem, done, z, now, means = self.problem, self.done, None, self.done.priors, dict[str, float]()
-        if FAN_IN in done.priors:
-            who = {p: [m for m, own in enumerate(done.priors) if own == p] for p in PRIORS}
-            folds = {p: held.folds_of(problem, done.pilots, who[p]) for p in PRIORS if who[p]}
-            if len(folds) == 2:
-                shared = {f.rows for f in folds[USUAL]} & {f.rows for f in folds[FAN_IN]}
-                scores = [held.log_scores(problem, [f for f in folds[p] if f.rows in shared]) for p in PRIORS]
-                means = {f"pilots, {p}": float(score.mean()) for p, score in zip(PRIORS, scores)}
-                z = self.stages.of_first(held.z_of, scores[1] - scores[0])
-                if abs(z) >= 1:
-                    now = [FAN_IN if z > 0 else USUAL] * problem.count
-            v0 = self.v0(folds[FAN_IN])
+        usual, fan_in = (
+            held.folds_of(problem, done.pilots, [m for m, own in enumerate(done.priors) if own == prior])
+            for prior in PRIORS
+        )
+        if usual and fan_in:
+            shared = {f.rows for f in usual} & {f.rows for f in fan_in}
+            scores = [held.log_scores(problem, [f for f in each if f.rows in shared]) for each in (usual, fan_in)]
+            means = {f"pilots, {prior}": float(score.mean()) for prior, score in zip(PRIORS, scores)}
+            z = self.stages.of_first(held.z_of, scores[1] - scores[0])
+            if abs(z) >= 1:
+                now = [FAN_IN if z > 0 else USUAL] * problem.count
+        if fan_in:
+            v0 = self.v0(fan_in)
             for m, prior in enumerate(now):
                 done.noise[m] = v0 if prior == FAN_IN else NOISE
         ends = {"theta": done.theta, "buffers": done.buffers}

@@ -80,14 +80,13 @@ class Stages:
 
     def begin(self, name: str, total: int, step: int = 0) -> None:
         """Begin a stage of so many steps, or go on with it."""
-        self.name, self.total, self.step, self.next = name, total, step, step / total + 0.1
+        self.name, self.total, self.step = name, total, step
 
     def advance(self) -> None:
         """Count a step."""
         self.step += 1
-        if self.step >= self.next * self.total:
+        if 10 * self.step // self.total > 10 * (self.step - 1) // self.total:
             self.say(f"{self.name}, step {self.step} of {self.total}, {time.monotonic() - self.started:.0f} s")
-            self.next = self.step / self.total + 0.1
 
     def of_first(self, what: Callable[..., T], *given: Any) -> T:
         """What comes of a function where the first rank alone calls it: tensors, numbers, and containers of them. What it

@@ -72,7 +72,6 @@ class Problem:
         folds: the rows that each member leaves out, one tensor a member; the same tensor if they are the same.
         seed: of every order, start and stream.
         mine: the members that this rank trains.
-        loop: whether ``vmap`` refuses the network, so that members run one after the other.
         axes: U of weights W that are trained as ``W U`` (:func:`bayesopt_chain.ensemble.members.principal_axes`).
         floor: the least log score of a held-out target, ``[]`` or one for each target of a datum.
     """
@@ -85,7 +84,6 @@ class Problem:
     folds: list[Tensor]
     seed: int
     mine: range
-    loop: bool = False
     axes: Tensors = field(default_factory=dict)
     floor: Tensor = FLOOR
 
@@ -193,7 +191,7 @@ class Problem:
                 grads, info = gradient(loss, theta, spec.unflatten(leaves))
             return grads, info.loss, info.aux
 
-        grads, losses, buffers = mapped(one, self.loop, state.theta, state.buffers, state.keys, leaves)
+        grads, losses, buffers = mapped(one, self.members.loop, state.theta, state.buffers, state.keys, leaves)
         moves, adam = ADAM.update(grads, state.adam, inplace=False)
         return State(state.theta - rate[:, None] * moves, buffers, state.keys, adam), losses
 
@@ -236,7 +234,7 @@ def program(step: Callable, *given: Any) -> Callable:
 
 
 @torch.no_grad()
-def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loop: bool) -> Tensor:
+def outputs_of(members: Members, params: Tensors, buffers: Tensors, inputs: Any) -> Tensor:
     """Outputs ``[S, n, *event]`` for stacked parameters and buffers ``[S, *]``, for as many data at once as fit."""
     leaves, spec = batches.flatten(inputs)
     n, size = len(leaves[0]), next(iter(params.values())).shape[0]
@@ -248,10 +246,10 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
         some = spec.unflatten([x[start : start + at_once] for x in leaves])
 
         def one(p: Any, b: Any, some: Any = some) -> Tensor:
-            return forward.with_buffers(p, (some, None), b)[0]
+            return members.still.with_buffers(p, (some, None), b)[0]
 
-        parts.append(mapped(one, loop, params, buffers))
-    forget(forward.module)
+        parts.append(mapped(one, members.loop, params, buffers))
+    forget(members.still.module)
     return torch.cat(parts, 1)
 
 
@@ -268,5 +266,5 @@ def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[
     params, found = problem.tree(theta), dict[int, Tensor]()
     for fold, who in problem.left_out:
         own, kept = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
-        found |= zip(who, outputs_of(problem.members.still, own, kept, problem.data.take(fold)[0], problem.loop))
+        found |= zip(who, outputs_of(problem.members, own, kept, problem.data.take(fold)[0]))
     return [found[m] for m in range(problem.count)]

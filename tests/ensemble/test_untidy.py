@@ -615,7 +615,7 @@ def wanted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["axes", "cost", "rate", "training"])
+@pytest.mark.parametrize("stage", ["start", "cost", "rate", "training"])
 def test_a_call_killed_before_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, stage):
     whole = on_disk.Stages.once
 
