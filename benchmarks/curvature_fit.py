@@ -150,8 +150,7 @@ def ours(case: Case) -> Phases:
 
     def tune() -> None:
         fitted = kept[0]
-        best = tuned(fitted.model, fitted.seen)
-        kept[:] = [at(fitted.model, fitted.seen, best.prior_precision, best.likelihood_scale)]
+        kept[:] = [at(fitted.model, fitted.seen, *tuned(fitted.model, fitted.seen))]
 
     def factors() -> None:
         forward, params, _ = bc.make_functional(case.net)

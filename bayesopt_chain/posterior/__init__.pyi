@@ -3,7 +3,7 @@ from bayesopt_chain.modules.functional import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized
-from bayesopt_chain.posterior.evidence import tune_by_evidence, tune_by_validation
+from bayesopt_chain.posterior.evidence import tune_by_evidence
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
 from bayesopt_chain.posterior.scores import (
     classification_metrics,
@@ -34,5 +34,4 @@ __all__ = [
     "temperature_scaling",
     "train_by_evidence",
     "tune_by_evidence",
-    "tune_by_validation",
 ]

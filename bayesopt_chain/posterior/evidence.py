@@ -39,8 +39,8 @@ shrinks towards the start. Minimisers that interpolate values would need a finit
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -52,21 +52,12 @@ from bayesopt_chain import checks
 from bayesopt_chain.posterior.model import Model, Pass
 from bayesopt_chain.posterior.regression import Regression
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root
-from bayesopt_chain.trees import Tree, common_dtype, gram
+from bayesopt_chain.trees import Tree, common_dtype, gram, paths
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
 TRIALS = 40  # evaluations that one line search may take
 
-Value = tuple[float, Tensor]
-Evaluate = Callable[[Tensor], Value]
-
-
-class Trial(NamedTuple):
-    """A step along the line, and the value and slope there."""
-
-    t: float
-    value: float
-    slope: float
+Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _is_start(x: Any) -> bool:
@@ -117,7 +108,7 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         pieces = x.split([value.numel() for value in values])
         return optree.tree_unflatten(structure, [p.reshape(v.shape).to(v) for p, v in zip(pieces, values)])
 
-    def evaluate(x: Tensor) -> Value:
+    def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
         logs = x.clone().requires_grad_()
         with torch.enable_grad():
             value = log_evidence(optree.tree_map(torch.exp, tree(logs)))
@@ -126,180 +117,101 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
                     "log_evidence must return a 0-d tensor that depends on the hyperparameters, which are like start; it "
                     f"returned {checks.short(value)}"
                 )
-            value = -value
-            (slope,) = torch.autograd.grad(value, logs, materialize_grads=True)
-        resolution[0] = torch.finfo(value.dtype).eps
-        return float(value.detach()), slope
+            (slope,) = torch.autograd.grad(-value, logs, materialize_grads=True)
+        return -value.detach(), slope
 
-    resolution = [0.0]
     x = torch.cat([value.log().reshape(-1).to(torch.float64) for value in values])
     first, slope = evaluate(x)
-    for what, number in (("log_evidence", first), ("the gradient of log_evidence", float(slope.sum()))):
+    for what, number in (("log_evidence", float(first)), ("the gradient of log_evidence", float(slope.sum()))):
         if not math.isfinite(number):
             kind = "NaN" if math.isnan(number) else "infinite"
             raise ValueError(f"{what} is {kind}, not finite at start: pass a proper prior and another start")
-    x = minimised(_never_raising(evaluate), x, first, slope, steps, resolution[0])
-    return optree.tree_map(lambda leaf: leaf.exp(), tree(x))
+    return optree.tree_map(lambda leaf: leaf.exp(), tree(minimised(evaluate, x, first, slope, steps)))
 
 
-def _never_raising(evaluate: Evaluate) -> Evaluate:
-    """The same function with the value infinity wherever it raises or has no finite value and gradient."""
+def minimised(evaluate: Evaluate, x: Tensor, first: Tensor, slope: Tensor, steps: int) -> Tensor:
+    """The minimum of a smooth function, which may be infinite or refused, by L-BFGS (Liu and Nocedal, 1989).
 
-    def tried(x: Tensor) -> Value:
-        try:
-            value, slope = evaluate(x)
-        except (ValueError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
-            return math.inf, torch.zeros_like(x)
-        if not (math.isfinite(value) and bool(slope.isfinite().all())):
-            return math.inf, torch.zeros_like(x)
-        return value, slope
-
-    return tried
-
-
-def minimised(evaluate: Evaluate, x: Tensor, value: float, slope: Tensor, steps: int, resolution: float) -> Tensor:
-    """The minimum of a smooth function that may be infinite, from ``x`` on, by L-BFGS (Liu and Nocedal, 1989).
+    Five changes in a row below the rounding of a value end the search: one happens far from the optimum too.
 
     Args:
-        evaluate: from ``[n]`` to the value and its gradient ``[n]``.
+        evaluate: from ``[n]`` to the value, 0-d, and its gradient ``[n]``.
         x: the start, ``[n]``.
-        value: there.
+        first: the value there.
         slope: the gradient there, ``[n]``.
         steps: at most so many.
-        resolution: relative rounding error of a value; five changes below it in a row end the search.
     """
-    memory: deque[tuple[Tensor, Tensor]] = deque(maxlen=MEMORY)
-    idle = 0
+    pairs: list[tuple[Tensor, Tensor]] = []
+    value, scale, idle = float(first), 1 / slope.abs().max().clamp_min(1), 0
     for _ in range(steps):
         if float(slope.abs().max()) < 1e-9:
             break
-        direction = -quasi_newton(slope, memory)
-        if float(direction @ slope) >= 0:
-            memory.clear()
-            direction = -slope
-        length = 1.0 if memory else min(1.0, 1.0 / float(slope.abs().max()))
-        noise = 4 * resolution * max(1.0, abs(value))
-        t, lower, flatter = line_search(
-            evaluate, x, direction, Trial(0.0, value, float(direction @ slope)), length, noise
-        )
+        noise = 4 * torch.finfo(first.dtype).eps * max(1.0, abs(value))
+        direction = -quasi_newton(slope, pairs[-MEMORY:], scale)
+        t, lower, flatter = line_search(evaluate, x, direction, value, slope, noise)
         if t == 0.0:
             break
         move, change = t * direction, flatter - slope
         if float(move @ change) > 0:
-            memory.append((move, change))
-        x, gained, value, slope = x + move, value - lower, lower, flatter
-        # One gain below rounding happens far from the optimum too; five in a row do not.
-        idle = idle + 1 if gained <= noise else 0
+            pairs.append((move, change))
+            scale = (move @ change) / (change @ change)
+        idle = idle + 1 if value - lower <= noise else 0
+        x, value, slope = x + move, lower, flatter
         if idle == 5:
             break
     return x
 
 
-def quasi_newton(slope: Tensor, memory: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The inverse of L-BFGS's Hessian times a gradient, by two loops over the remembered moves and changes of slope."""
-    out, weights = slope.clone(), []
-    for move, change in reversed(memory):
-        weight = (move @ out) / (move @ change)
-        out -= weight * change
-        weights.append(weight)
-    if memory:
-        move, change = memory[-1]
-        out *= (move @ change) / (change @ change)
-    for (move, change), weight in zip(memory, reversed(weights)):
-        out += (weight - (change @ out) / (move @ change)) * move
-    return out
+def quasi_newton(slope: Tensor, pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
+    """The inverse Hessian times a gradient, H g, by BFGS's update ``H' = (1 - s y^T / s^T y) H (1 - y s^T / s^T y) +
+    s s^T / s^T y`` for each pair of a move s and the change y of the slope along it; ``scale`` before the first."""
+    if not pairs:
+        return scale * slope
+    *older, (move, change) = pairs
+    weight = (move @ slope) / (move @ change)
+    out = quasi_newton(slope - weight * change, older, scale)
+    return out + (weight - (change @ out) / (move @ change)) * move
 
 
 def line_search(
-    evaluate: Evaluate, x: Tensor, direction: Tensor, start: Trial, t: float, noise: float = 0.0
+    evaluate: Evaluate, x: Tensor, direction: Tensor, value: float, slope: Tensor, noise: float
 ) -> tuple[float, float, Tensor]:
-    """A step along ``direction`` that meets the weak Wolfe conditions, by bracketing.
-
-    Between two finite trials the next one is the minimum of their cubic, kept off the ends; beside an infinite one, the middle.
+    """A step along ``direction`` that meets the weak Wolfe conditions, by bracketing and halving.
 
     Args:
         evaluate: from ``[n]`` to the value and its gradient.
         x: where the line starts, ``[n]``.
         direction: of descent, ``[n]``.
-        start: step 0, the value and the slope along ``direction`` there.
-        t: the first step to try.
+        value: at the start.
+        slope: the gradient there.
         noise: rounding error of a value. Within it the slope alone decides (Hager and Zhang, 2005), and a bracket that promises
-            less ends the search.
+            less than a tenth of it ends the search.
 
     Returns:
         The step, and the value and gradient there; a step of 0 where none is better than the start.
     """
-    low, high = start, None
-    best: tuple[float, float, Tensor] = (0.0, start.value, torch.zeros_like(x))
+    low, high, t, start = 0.0, math.inf, 1.0, float(direction @ slope)
+    best = (0.0, value, slope)
     for _ in range(TRIALS):
-        value, gradient = evaluate(x + t * direction)
-        trial = Trial(t, value, float(gradient @ direction))
-        if value < best[1]:
-            best = t, value, gradient
-        enough = value <= start.value + 1e-4 * t * start.slope
-        level = value <= start.value + noise and trial.slope <= -(1 - 2e-4) * start.slope
-        if not (enough or level):
-            high = trial
-        elif trial.slope < 0.9 * start.slope:
-            low = trial
+        trial, along, gradient = math.inf, math.inf, slope
+        with suppress(ValueError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+            found, gradient = evaluate(x + t * direction)
+            trial, along = float(found), float(gradient @ direction)
+        is_finite = math.isfinite(trial) and math.isfinite(along)
+        if is_finite and trial < best[1]:
+            best = (t, trial, gradient)
+        falls = trial <= value + 1e-4 * t * start
+        is_level = trial <= value + noise and along <= -(1 - 2e-4) * start
+        if not (is_finite and (falls or is_level)):
+            high = t
+        elif along < 0.9 * start:
+            low = t
         else:
-            return t, value, gradient
-        if high is None:
-            t = 4 * t
-            continue
-        width = high.t - low.t
-        if width * abs(low.slope) <= noise or low.t + 0.5 * width in (low.t, high.t):
+            return t, trial, gradient
+        if (high - low) * abs(start) <= 0.1 * noise:
             break
-        t = min(max(_cubic_minimum(low, high), low.t + 0.1 * width), high.t - 0.1 * width)
+        t = 4 * t if math.isinf(high) else (low + high) / 2
     return best
-
-
-def _cubic_minimum(low: Trial, high: Trial) -> float:
-    """Of the cubic through two trials' values and slopes; the middle where one is infinite."""
-    if math.isinf(high.value):
-        return 0.5 * (low.t + high.t)
-    mean = low.slope + high.slope - 3 * (low.value - high.value) / (low.t - high.t)
-    root = math.sqrt(max(0.0, mean**2 - low.slope * high.slope))
-    span = high.slope - low.slope + 2 * root
-    return high.t - (high.t - low.t) * (high.slope + root - mean) / span if span else 0.5 * (low.t + high.t)
-
-
-@checks.takes(loss=checks.FUNCTION, candidates=checks.SEQUENCE)
-def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) -> tuple[Any, list[float]]:
-    """The candidate with the smallest held-out loss.
-
-    A candidate whose loss is not finite, or whose posterior is refused with a ``ValueError``, counts as infinitely bad.
-
-    Args:
-        loss: from a candidate to a number or a 0-d tensor.
-        candidates: what to try; anything.
-
-    Returns:
-        The best candidate, and every candidate's loss.
-
-    Raises:
-        ValueError: when there is no candidate with a finite loss; it says which were NaN and repeats the first refusal.
-
-    Example:
-        >>> import bayesopt_chain as bc
-        >>> bc.posterior.tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
-        (2, [1.0, 0.0, 4.0])
-    """
-    losses: list[float] = []
-    refusals: list[str] = []
-    for candidate in candidates:
-        try:
-            number = float(loss(candidate))
-        except ValueError as error:
-            refusals.append(str(error))
-            number = math.inf
-        if math.isnan(number):
-            refusals.append("its loss is NaN")
-        losses.append(number if math.isfinite(number) else math.inf)
-    if not losses or min(losses) == math.inf:
-        why = f" (the first: {refusals[0]})" if refusals else ""
-        raise ValueError(f"none of {len(losses)} candidates has a finite loss{why}: pass others, or check loss itself")
-    return candidates[losses.index(min(losses))], losses
 
 
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
@@ -348,11 +260,6 @@ def _(precision: Diagonal | Eigenbasis) -> list[Spectrum]:
     return [Spectrum((i,), leaf.reshape(-1).clamp_min(0)) for i, leaf in enumerate(leaves)]
 
 
-@spectra.register
-def _(precision: Kronecker) -> list[Spectrum] | None:
-    return spectra(precision.eigenbasis())
-
-
 @singledispatch
 def by_output(precision: Any, roots: Tree) -> Any:
     """``S Lambda S`` for the diagonal matrix S of ``roots``, one number for each row of a leaf: the data part of a linear layer
@@ -390,15 +297,6 @@ def _(precision: Kronecker, roots: Tree) -> Kronecker:
     return precision._replace(left=optree.tree_map(leaf, precision.left, roots))
 
 
-class Tuned(NamedTuple):
-    """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d, or ``[E]`` for a linear layer with
-    Gaussian noise of several outputs), the log evidence there (0-d)."""
-
-    prior_precision: Tree
-    likelihood_scale: Tensor
-    log_evidence: Tensor
-
-
 def require_prior_structure(name: str, prior_structure: str | None, structure: str | None) -> str | None:
     """The structure of a prior, "scalar" by default for a posterior whose basis mixes the layers; refuse one that the
     posterior's structure has no evidence for."""
@@ -412,6 +310,26 @@ def require_prior_structure(name: str, prior_structure: str | None, structure: s
     return SCALAR
 
 
+class Objective(NamedTuple):
+    """A log evidence to maximise.
+
+    Attributes:
+        evidence: of the prior precisions ``[G]`` of groups of leaves, and of the likelihood's scale.
+        leaves: the numbers of each group's leaves, in optree order.
+        units: prior precisions of these groups, ``[G]``, which a search takes for 1.
+        least, noise: the least variance of Gaussian noise and what a search takes for 1 above it, in units of the likelihood's;
+            ``[0]`` where it is not tuned.
+        starts: multiples of the units of priors and noise, of which the best pair begins the search.
+    """
+
+    evidence: Callable[[Tensor, Tensor], Tensor]
+    leaves: list[tuple[int, ...]]
+    units: Tensor
+    least: Tensor
+    noise: Tensor
+    starts: list[tuple[float, float]]
+
+
 def tuned(
     model: Model,
     seen: Pass,
@@ -419,7 +337,7 @@ def tuned(
     scale: Tensor | None = None,
     start: float = 1.0,
     prior_structure: str | None = None,
-) -> Tuned:
+) -> tuple[Tree, Tensor]:
     """Maximise the evidence of a pass over the data over the prior precision and the Gaussian noise.
 
     Args:
@@ -427,87 +345,88 @@ def tuned(
         seen: what the pass found.
         scale: of the likelihood where it is not tuned: its logarithm and the curvature are multiplied by it. Default: the best
             one of a Gaussian likelihood, 1 of another.
-        start: the first prior precision.
+        start: the first prior precision; a linear last layer with Gaussian noise starts from the best point of a coarse grid.
         prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
 
     Returns:
-        The hyperparameters, between 1e-10 and 1e10, and the log evidence. Towards infinity the evidence may rise without end,
-        for parameters that the data would rather have at zero.
+        A prior precision for each leaf (0-d), and the likelihood's scale (0-d, or ``[E]`` for a linear layer with Gaussian
+        noise of several outputs). Both are within 1e-10 to 1e10 of their units: towards infinity the evidence may rise without
+        end, for parameters that the data would rather have at zero.
 
     Raises:
         ValueError: a low-rank structure, which has no common basis; an evidence that is not finite.
     """
-    if seen.regression is not None:
-        return tune_layer(model, seen.regression, prior_structure, scale)
+    if scale is None and not model.likelihood.has_noise_scale:
+        scale = torch.ones_like(seen.entries)
+    if seen.regression is None:
+        objective = of_spectra(model, seen, scale is None, start)
+    else:
+        objective = of_layer(model, seen.regression, scale is None)
+    units = objective.units[:1] if prior_structure == SCALAR else objective.units
+
+    def hyperparameters(h: Any) -> tuple[Tensor, Tensor]:
+        if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
+            raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g} of its unit")
+        prior = (h["prior"] * units).expand_as(objective.units)
+        if scale is not None:
+            return prior, scale
+        return prior, (1 / (objective.least + h["noise"] * objective.noise)).reshape(seen.squares.shape)
+
+    def evidence(h: Any) -> Tensor:
+        return objective.evidence(*hyperparameters(h))
+
+    starts = [
+        {"prior": torch.full_like(units, d), "noise": torch.full_like(objective.noise, v)} for d, v in objective.starts
+    ]
+    start_at = starts[0] if len(starts) == 1 else max(starts, key=lambda h: float(evidence(h)))
+    prior, found = hyperparameters(tune_by_evidence(evidence, start_at))
+    leaves, structure = optree.tree_flatten(model.params)
+    of_leaf = {i: prior[n] for n, group in enumerate(objective.leaves) for i in group}
+    return structure.unflatten([of_leaf[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]), found
+
+
+def of_layer(model: Model, regression: Regression, tunes_noise: bool) -> Objective:
+    """The exact evidence of a linear last layer with Gaussian noise."""
+    layer: Any = model.forward
+    names = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+
+    def evidence(delta: Tensor, scale: Tensor) -> Tensor:
+        return regression.at(delta[0], delta[-1], scale)[0]
+
+    leaves = [(paths(model.params).index(name),) for name in names]
+    units = torch.stack(regression.units()[: len(names)])
+    least, noise = regression.noise_bounds() if tunes_noise else (units[:0], units[:0])
+    powers = [10.0**k for k in range(-6, 7, 2)]
+    starts = [(d, v) for d in powers for v in (powers[:4] if tunes_noise else [1.0])]
+    return Objective(evidence, leaves, units, least, noise, starts)
+
+
+def of_spectra(model: Model, seen: Pass, tunes_noise: bool, start: float) -> Objective:
+    """The evidence from the eigenvalues of the data's precision.
+
+    Raises:
+        ValueError: a low-rank structure, which has no common basis.
+    """
     groups = spectra(seen.decomposed)
     if groups is None:
         raise ValueError(
             f"tune='evidence': a precision of class {type(seen.decomposed).__name__} has no basis in which data and prior are "
             "both diagonal: use structure 'kronecker', 'dense', 'root' or 'diagonal', or tune='validation'"
         )
-    evidence, device = _evidence(groups, model, seen, scale), groups[0].values.device
-    count = 1 if prior_structure == SCALAR else len(groups)
-    first: dict[str, Tensor] = {"prior": torch.full((count,), float(start), dtype=torch.float64, device=device)}
-    if model.likelihood.has_noise_scale and scale is None:
-        variance = (seen.squares / seen.entries).to(torch.float64)
-        first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
-    best = tune_by_evidence(evidence, first)
-    leaves, structure = optree.tree_flatten(model.params)
-    each = best["prior"].expand(len(groups))
-    by_leaf = {i: each[n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
-    prior = optree.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
-    one = torch.ones((), dtype=torch.float64, device=device)
-    return Tuned(prior, best.get("scale", one if scale is None else scale), evidence(best))
-
-
-def tune_layer(model: Model, regression: Regression, prior_structure: str | None, scale: Tensor | None = None) -> Tuned:
-    """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
-    of_weights, of_biases = regression.units()
-    one = torch.ones_like(regression.data.noise).reshape(-1)
-    least, noise = regression.noise_bounds() if scale is None else (one, one)
-    several = one.shape if len(one) > 1 else ()
-    together = prior_structure == SCALAR or not regression.has_bias
-    units = of_weights[None] if together else torch.stack([of_weights, of_biases])
-
-    def scale_at(h: Any) -> Tensor:
-        return (1 / (least + h["noise"] * noise)).reshape(several) if scale is None else scale
-
-    def evidence(h: Any) -> Tensor:
-        if bool(((h["prior"] < LOWEST) | (h["prior"] > HIGHEST)).any()):
-            raise ValueError(f"a prior precision is outside {LOWEST:g} ... {HIGHEST:g} of its unit")
-        prior = h["prior"] * units
-        return regression.at(prior[0], prior[-1], scale_at(h))[0]
-
-    powers = [10.0**k for k in range(-6, 7, 2)]
-    starts = [
-        {"prior": torch.full_like(units, d), **({"noise": one * v} if scale is None else {})}
-        for d in powers
-        for v in (powers[:4] if scale is None else powers[:1])
-    ]
-    best = tune_by_evidence(evidence, max(starts, key=lambda h: float(evidence(h))))
-    prior = best["prior"] * units
-    layer: Any = model.forward
-    names = {layer.weight: prior[0]} if layer.bias is None else {layer.weight: prior[0], layer.bias: prior[-1]}
-    return Tuned(names, scale_at(best), evidence(best))
-
-
-def _evidence(groups: list[Spectrum], model: Model, seen: Pass, fixed: Tensor | None) -> Callable[[Any], Tensor]:
-    centred = optree.tree_map(torch.sub, model.params, model.prior_means())
-    leaves, device = optree.tree_leaves(centred), groups[0].values.device
+    leaves = optree.tree_leaves(optree.tree_map(torch.sub, model.params, model.prior_means()))
     values = torch.cat([group.values.to(torch.float64) for group in groups])
     sizes = [group.values.numel() for group in groups]
-    entries = torch.tensor(sizes, dtype=torch.float64, device=device)
+    entries = values.new_tensor(sizes)
     squares = torch.stack(
         [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
     )
-    default = torch.ones((), dtype=torch.float64, device=device) if fixed is None else fixed
 
-    def evidence(h: Any) -> Tensor:
-        if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
-            raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
-        delta, scale = h["prior"].expand(len(groups)), h.get("scale", default)
+    def evidence(delta: Tensor, scale: Tensor) -> Tensor:
         total = seen.log_likelihood_at(model, scale) + 0.5 * (entries * delta.log() - delta * squares).sum()
         each = torch.cat([d.expand(n) for d, n in zip(delta, sizes)])  # one vector for all groups
         return total - 0.5 * each.addcmul(values, scale).log().sum()
 
-    return evidence
+    by_group, one = [group.leaves for group in groups], torch.ones_like(entries)
+    variance = (seen.squares / seen.entries).clamp_min(torch.finfo(torch.float32).eps)
+    noise = variance if tunes_noise else one[:0]
+    return Objective(evidence, by_group, one, torch.zeros_like(noise), noise, [(start, 1.0)])

@@ -16,7 +16,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Literal
 
 import optree
@@ -29,14 +28,7 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.modules.functional import Reader, peeked
 from bayesopt_chain.posterior._linearized import functional_samples
-from bayesopt_chain.posterior.evidence import (
-    OF_PRIOR,
-    by_output,
-    require_prior_structure,
-    spectra,
-    tune_by_validation,
-    tuned,
-)
+from bayesopt_chain.posterior.evidence import OF_PRIOR, by_output, require_prior_structure, spectra, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
 from bayesopt_chain.posterior.last_layer import Features
@@ -55,17 +47,7 @@ from bayesopt_chain.posterior.model import (
     with_estimator,
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
-from bayesopt_chain.posterior.rule import (
-    Kept,
-    Scatter,
-    by_dispersion,
-    by_network_noise,
-    data_for,
-    dispersion,
-    effective_parameters,
-    scatter_of,
-    within_budget,
-)
+from bayesopt_chain.posterior.rule import Kept, by_dispersion, by_network_noise, data_for, within_budget
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
@@ -324,45 +306,6 @@ class FittedLaplace:
         """
         return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
 
-    @checks.takes(data=checks.DATA)
-    def dispersion(self, data: Any) -> float:
-        """How noisy the targets are, as a multiple of what the likelihood says of them.
-
-        About 1 where the targets scatter around the model's predictions as the likelihood expects; .2 or .3 for images without
-        doubtful labels, whose classes the network is less sure of than they are. Averages over draws predict such labels worse
-        the warmer the draws are; :mod:`bayesopt_chain.posterior.rule` has the estimator and how much that costs.
-
-        Args:
-            data: what the fit was made from, with targets: as for :func:`fit_laplace`.
-
-        Returns:
-            A positive number: squared gradients of the loss in the outputs over the Fisher information, corrected for the
-            parameters that the data determine. Of Gaussian noise that ``tune_noise`` found it is near 1 by construction.
-
-        Raises:
-            ValueError: no batches, or no targets; as many determined parameters as target entries; outputs that are certain of
-                every target.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> _ = torch.manual_seed(0)
-            >>> x = torch.randn(200, 2)
-            >>> module = torch.nn.Linear(2, 1).eval()
-            >>> y = module(x).detach() + 0.1 * torch.randn(200, 1)
-            >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(0.02), [(x, y)], structure="dense", tune=None)
-            >>> fitted.dispersion([(x, y)])  # the noise has half of the variance that the likelihood says
-            0.5
-        """
-
-        def answer(batch: Any) -> Scatter:
-            with torch.no_grad():
-                outputs = self.model.forward(self.posterior.mean, batch)
-            self.likelihood.require(outputs, batch[1], wait=True)
-            return scatter_of(self.likelihood, outputs, batch[1])
-
-        total = reduce(Scatter.add, asked(self.model, "FittedLaplace.dispersion", data, answer))
-        return dispersion(total, effective_parameters(self.posterior, self.prior_precision, self._heat))
-
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
         return posterior_and_evidence(self.model, self.seen, prior_precision, scale, self.covariance_scale)
@@ -486,11 +429,7 @@ def posterior_and_evidence(
 def solved(model: Model, regression: Regression, prior_precision: Any, scale: Tensor) -> tuple[Tree, Tensor]:
     """The mode of a linear last layer with Gaussian noise under a prior and a noise, and the log evidence there."""
     layer: Any = model.forward
-    leaves, structure = optree.tree_flatten(model.params)
-    prior = [d.to(p) for d, p in zip(spread(prior_precision, model.params, "prior_precision"), leaves)]
-    of: Any = optree.tree_unflatten(structure, prior)
-    of_bias = None if layer.bias is None else of[layer.bias]
-    evidence, weight, bias = regression.solved(of[layer.weight], of_bias, scale)
+    evidence, weight, bias = regression.solved(*model.prior_of_layer(prior_precision), scale)
     move: Any = {layer.weight: weight} if layer.bias is None else {layer.weight: weight, layer.bias: bias}
     return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
 
@@ -641,11 +580,12 @@ def fit_laplace(
     batches = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     with checks.blaming("fit_laplace", "loader"):
-        model, first = make_model(module_or_forward, params, batches.first, how)
+        model = make_model(module_or_forward, params, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
-    model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
+    model = with_estimator(model, batches.first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
-    seen = model.run_over(batches.from_first(first), progress, batches.total, None if keep is None else keep.take)
+    every, look = batches.from_first(batches.first), None if keep is None else keep.take
+    seen = model.run_over(every, progress, batches.total, look)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
@@ -654,29 +594,29 @@ def fit_laplace(
             "curvature is zero: pass subset= parameters that the outputs are computed with"
         )
     _warn_of_low_rank(model, float(seen.precision.count))
-    one = torch.ones_like(seen.entries)
+    tunes_noise = likelihood.has_noise_scale and bool(tune_noise)
+    scale, share = None if tunes_noise else torch.ones_like(seen.entries), 1.0
     if tune is None:
-        return at(model, seen, prior_precision, one)
+        return at(model, seen, prior_precision, torch.ones_like(seen.entries))
     if tune == "validation":
-        return _validated(model, seen, one if not tune_noise else None, validation, of_prior)
+        return _validated(model, seen, scale, validation, of_prior)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
-    if likelihood.has_noise_scale and tune_noise and seen.precision.count <= 1 and float(seen.entries.max()) <= 1:
+    if tunes_noise and seen.precision.count <= 1 and float(seen.entries.max()) <= 1:
         raise ValueError(
             "fit_laplace: one target does not tell noise from what the parameters explain: pass more data, or give the noise "
             "(likelihoods.gaussian(variance), tune_noise=False)"
         )
-    start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
+    is_dispersed = not likelihood.has_noise_scale and model.how.curvature != "empirical_fisher" and temperature is None
     if keep is not None and seen.regression is not None:
-        keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
         best = by_network_noise(model, seen, keep.batches, of_prior)
-        _warn_of_least_noise(seen.regression, best.likelihood_scale)
-    elif keep is None or keep.scatter is None or model.how.curvature == "empirical_fisher" or temperature is not None:
-        best = tuned(model, seen, scale=scale, start=start, prior_structure=of_prior)
+        _warn_of_least_noise(seen.regression, best[1])
+    elif keep is not None and is_dispersed:
+        best = by_dispersion(model, seen, keep.scatter, float(prior_precision), of_prior)
+        share = within_budget(model, at(model, seen, *best).posterior, keep.batches, seen)
     else:
-        best = by_dispersion(model, seen, keep.scatter, start, of_prior)
-        share = within_budget(model, at(model, seen, *best[:2]).posterior, keep.batches, seen)
-    fitted = at(model, seen, *best[:2], share)
-    _warn_where_worse(fitted, first)
+        best = tuned(model, seen, scale=scale, start=float(prior_precision), prior_structure=of_prior)
+    fitted = at(model, seen, *best, share)
+    _warn_where_worse(fitted, batches.first)
     return fitted
 
 
@@ -701,8 +641,7 @@ def _warn_of_low_rank(model: Model, data: float) -> None:
 
 def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
     """Compare the predictive density of some training data with the network's own, where that costs little."""
-    seen = fitted.model.seen_by_head(batch)
-    some = part(seen, 0, FEW_DATA)
+    some = fitted.model.seen_by_head(part(batch, 0, FEW_DATA))
     with torch.no_grad():
         outputs = fitted.model.forward(fitted.model.params, some)
         entries = outputs.shape[1:].numel()
@@ -744,17 +683,28 @@ def _validated(
     if not held_out or any(targets is None for _, targets in held_out):
         raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
     one = torch.ones_like(seen.entries)
-    of_noise = model.likelihood.has_noise_scale and scale is None and spectra(seen.decomposed) is not None
+    of_noise = scale is None and spectra(seen.decomposed) is not None
 
     def fitted(candidate: Any) -> FittedLaplace:
         if not of_noise:
             return at(model, seen, candidate, one)
-        return at(model, seen, *tuned(model, seen, scale=one * candidate, prior_structure=prior_structure)[:2])
-
-    def loss(candidate: Any) -> float:
-        found = fitted(candidate)
-        return -float(torch.stack([_log_density(found, *batch) for batch in held_out]).sum())
+        return at(model, seen, *tuned(model, seen, scale=one * candidate, prior_structure=prior_structure))
 
     inverse = seen.entries / seen.squares.clamp_min(TINY)
     candidates = [inverse * 10.0 ** (k / 4) for k in range(-8, 17)] if of_noise else CANDIDATES
-    return fitted(tune_by_validation(loss, candidates)[0])
+    best, lowest, why = None, math.inf, "their losses are not finite"
+    for candidate in candidates:
+        try:
+            found = fitted(candidate)
+            loss = -float(torch.stack([_log_density(found, *batch) for batch in held_out]).sum())
+        except ValueError as error:
+            why = str(error)
+            continue
+        if loss < lowest:
+            best, lowest = found, loss
+    if best is None:
+        raise ValueError(
+            f"fit_laplace: with none of {len(candidates)} candidates has validation= a finite loss ({why}): check the data, or "
+            "set the prior (tune=None)"
+        )
+    return best

@@ -52,15 +52,12 @@ class HeadBatch(NamedTuple):
 
 
 class LastLayer(NamedTuple):
-    """The parameters of the last layer, by name; those behind it that stay as they are; its first module; whether that is a
-    linear layer whose output is the model's; what it saw of the batch; whether the outputs are derivatives of its."""
+    """The parameters of the last layer, by name; those behind it that stay as they are; what the outputs are linear functions
+    of: what a linear head sees, responses where they are derivatives, None where neither is known."""
 
     names: tuple[str, ...]
     behind: tuple[str, ...]
-    module: nn.Module
-    is_head: bool
-    inputs: tuple[Any, ...]
-    is_differentiated: bool = False
+    features: Features | Responses | None
 
 
 class Call(NamedTuple):
@@ -100,7 +97,7 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     Raises:
         ValueError: there is none; matrices that act behind it; a module whose outputs are random, or mix data.
     """
-    own = _owners(forward.module, params)
+    own, batch = _owners(forward.module, params), part(batch, 0, 2)
     chosen = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in params.items()}
     with Differentiated() as differentiated:  # by a forward that may ask its inputs for gradients
         output, calls = _watched(forward, chosen, batches.tree_map(_detached, batch), own)
@@ -137,16 +134,16 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     still: Any = with_gradients(forward) if is_differentiated else forward
     require_still(still, params, batch)
     names = list(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
-    behind = [name for name in behind if name not in names]
-    added = [name for name in behind if _owner(name) not in own and _is_added(chosen[name], output)]
-    first = reached[0]
-    layer = forward.module.get_submodule(first.name)
+    rest = [name for name in behind if name not in names]
+    added = [name for name in rest if _owner(name) not in own and _is_added(chosen[name], output)]
+    every, behind = (*names, *added), tuple(name for name in rest if name not in added)
+    if is_differentiated:
+        return LastLayer(every, behind, Responses(forward, dict(params), every))
+    layer = forward.module.get_submodule(reached[0].name)
     runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
-    is_alone = not is_differentiated and not added and len(reached) == 1 and runs == 1 and len(first.inputs) == 1
-    is_head = is_alone and type(layer) is nn.Linear and _is_affine(layer, names, params, first, output)
-    behind = [name for name in behind if name not in added]
-    inputs = tuple(map(_detached, first.inputs))
-    return LastLayer((*names, *added), tuple(behind), layer, is_head, inputs, is_differentiated)
+    is_alone = not added and len(reached) == 1 and runs == 1 and len(reached[0].inputs) == 1
+    is_head = is_alone and type(layer) is nn.Linear and _is_affine(layer, names, params, reached[0], output)
+    return LastLayer(every, behind, Features(forward, params, layer) if is_head else None)
 
 
 class Differentiated(TorchFunctionMode):
@@ -283,8 +280,8 @@ def require_still(forward: Forward, params: Mapping[str, Tensor], batch: Any) ->
     Raises:
         ValueError: outputs that are random, or that depend on the rest of the batch.
     """
-    size, two = batch_size(batch), part(batch, 0, 2)
-    once, again = forward(params, two), forward(params, two)
+    size = batch_size(batch)  # which refuses an empty one
+    once, again = forward(params, batch), forward(params, batch)
     scale = torch.finfo(once.dtype).eps ** 0.5 * (1 + once.abs().amax())
     if bool((once - again).abs().amax() > scale):
         raise ValueError(

@@ -26,7 +26,7 @@ from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules.functional import Forward, as_pair, logits_of, make_functional, require_eval, with_progress
+from bayesopt_chain.modules.functional import as_pair, logits_of, make_functional, require_eval, with_progress
 from bayesopt_chain.posterior._linearized import linearized_by
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import (
@@ -136,6 +136,14 @@ class Model:
         leaves, structure = optree.tree_flatten(self.params)
         return optree.tree_unflatten(structure, [m.to(p.dtype) for p, m in zip(leaves, means)])
 
+    def prior_of_layer(self, prior_precision: Any) -> tuple[Tensor, Tensor | None]:
+        """Prior precisions of a linear last layer's weights and biases, as tensors that broadcast with them."""
+        layer: Any = self.forward
+        leaves, structure = optree.tree_flatten(self.params)
+        each = zip(spread(prior_precision, self.params, "prior_precision"), leaves)
+        of: Any = structure.unflatten([d.to(p) for d, p in each])
+        return of[layer.weight], None if layer.bias is None else of[layer.bias]
+
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
         if self.features_of is not None:
@@ -202,9 +210,8 @@ def both(a: Pass, b: Pass) -> Pass:
     )
 
 
-def make_model(source: Any, params: Tree | None, first: Any, how: How) -> tuple[Model, Any]:
-    """The model of the kept parameters of a module or a forward function, and the first batch as it sees it, which shows
-    which layer is the last."""
+def make_model(source: Any, params: Tree | None, first: Any, how: How) -> Model:
+    """The model of the kept parameters of a module or a forward function; the first batch shows which layer is the last."""
     if isinstance(source, nn.Module):
         return _of_module(source, params, first, how)
     if not callable(source):
@@ -215,63 +222,53 @@ def make_model(source: Any, params: Tree | None, first: Any, how: How) -> tuple[
         raise ValueError(
             "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
         )
-    return _of_function(cast(Any, source), params, how, first), first
+    return _of_function(cast(Any, source), params, how, first)
 
 
 def with_estimator(model: Model, first: Any, data: int) -> Model:
     """The model with the default curvature decided, and with as many sampled labels as the structure asks for.
 
-    The curvature is exact for up to :data:`MANY` outputs a datum. A sum of ``data`` times ``samples`` outer products has no
-    larger rank, so that a matrix of ``P`` parameters takes ``SAMPLED P / data`` of them for a datum, and at most as many as it
-    has outputs.
+    The curvature is exact for up to :data:`MANY` outputs a datum; layers of as wide targets have the diagonal of their outputs'
+    Kronecker factor. A sum of ``data`` times ``samples`` outer products has no larger rank, so that a matrix of ``P``
+    parameters takes ``SAMPLED P / data`` of them for a datum, and at most as many as it has outputs.
     """
-    how, options = model.how, dict(model.how.options)
-    options |= _factor_options(model, first)
-    how, whole = how._replace(options=options), matrix_size(model)
-    model = replace(model, how=how)
-    if model.is_linear_gaussian or how.curvature in ("ggn", "empirical_fisher") or ("samples" in options and not whole):
-        return model if how.curvature != "default" else replace(model, how=how._replace(curvature="ggn"))
-    outputs = model.forward(model.params, part(first, 0, 1)).numel()  # which may ask its inputs for gradients
-    if how.curvature == "default":
-        is_layer = isinstance(model.forward, Affine) and model.likelihood.has_classes
+    how, options, whole = model.how, dict(model.how.options), matrix_size(model)
+    is_layer = isinstance(model.forward, Affine) and model.likelihood.has_classes
+    one = model.seen_by_head(part(first, 0, 1))
+    outputs = model.forward(model.params, one)  # which may ask its inputs for gradients
+    if how.structure == "kronecker" and {"basis", "diagonal_above"}.isdisjoint(options):
+        width = model.likelihood.grouping(outputs.shape[1:]).width
+        if width > MANY:
+            options["diagonal_above"] = width - 1
+    curvature = how.curvature
+    if curvature == "default":
         makes_columns = not is_layer or how.structure not in ("kronecker", "diagonal")
-        sampled = "samples" in options or (outputs > MANY and makes_columns)
-        how = how._replace(curvature="fisher" if sampled else "ggn")
-    if how.curvature == "fisher":
-        options.setdefault("samples", min(outputs, -(-SAMPLED * whole // data)) if whole else 1)
-    return replace(model, how=how._replace(options=options))
-
-
-def _factor_options(model: Model, first: Any) -> dict[str, Any]:
-    """Of targets of more than :data:`MANY` outputs, that layers as wide have the diagonal of their outputs' factor."""
-    if model.how.structure != "kronecker" or not {"basis", "diagonal_above"}.isdisjoint(model.how.options):
-        return {}
-    outputs = model.forward(model.params, model.seen_by_head(part(first, 0, 1)))
-    width = model.likelihood.grouping(outputs.shape[1:]).width
-    return {"diagonal_above": width - 1} if width > MANY else {}
+        many = outputs.numel() > MANY and makes_columns
+        curvature = "fisher" if (many or "samples" in options) and not model.is_linear_gaussian else "ggn"
+    if curvature == "fisher":
+        options.setdefault("samples", min(outputs.numel(), -(-SAMPLED * whole // data)) if whole else 1)
+    return replace(model, how=how._replace(curvature=curvature, options=options))
 
 
 def matrix_size(model: Model) -> int:
     """The number of parameters of the largest matrix that is held as a sum over data; 0 where there is none."""
-    sizes = [leaf.numel() for leaf in optree.tree_leaves(model.params)]
-    return {"dense": sum(sizes), "root": sum(sizes)}.get(model.how.structure or "", 0)
+    return size(model.params) if model.how.structure in ("dense", "root") else 0
 
 
-def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> tuple[Model, Any]:
+def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> Model:
     module = unwrapped(module)
     require_eval(module)
     forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
     if not how.keeps_last_layer:
-        return _of_function(forward, chosen, how, first), first
+        return _of_function(forward, chosen, how, first)
     last = find_last_layer(forward, chosen, first)
-    if last.is_head:
-        return _of_head(forward, chosen, last, how), HeadBatch(last.inputs[0].detach(), first[1])
-    if last.is_differentiated:
-        responses = Responses(forward, dict(chosen), last.names)
-        model = Model(respond, {name: chosen[name] for name in last.names}, how, responses, last.behind)
-        return require_responses(model, first), responses(first)
-    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names)), first), fixed=last.behind), first
+    if isinstance(last.features, Features):
+        return _of_head(chosen, last, how)
+    if isinstance(last.features, Responses):
+        model = Model(respond, {name: chosen[name] for name in last.names}, how, last.features, last.behind)
+        return require_responses(model, first)
+    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names)), first), fixed=last.behind)
 
 
 def require_responses(model: Model, first: Any) -> Model:
@@ -295,15 +292,14 @@ def require_responses(model: Model, first: Any) -> Model:
     return replace(model, how=model.how._replace(structure=structure or "dense"))
 
 
-def _of_head(forward: Forward, params: Any, last: LastLayer, how: How) -> Model:
-    kept = {name: params[name] for name in last.names}
-    wanted, how = how, how._replace(structure=how.structure or "kronecker")
-    model = Model(head(last.names), kept, how, Features(forward, params, last.module))
+def _of_head(params: Any, last: LastLayer, how: How) -> Model:
+    kept, wanted = {name: params[name] for name in last.names}, how.structure
+    model = Model(head(last.names), kept, how._replace(structure=wanted or "kronecker"), last.features)
     if not model.is_linear_gaussian:
         return model
-    structure = "dense" if wanted.structure is None and size(kept) <= DENSE else how.structure
     kept = {name: x.to(torch.float64) for name, x in kept.items()}  # in which the mode is solved for
-    return replace(model, params=kept, how=how._replace(structure=structure))
+    is_dense = wanted is None and size(kept) <= DENSE
+    return replace(model, params=kept, how=model.how._replace(structure="dense" if is_dense else model.how.structure))
 
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How, first: Any) -> Model:

@@ -74,44 +74,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.curvature._kinds import plus_gram
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._classes import OneOfSeveral
 from bayesopt_chain.posterior._linearized import jacobian
-from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
+from bayesopt_chain.posterior.evidence import spectra, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY
-from bayesopt_chain.trees import size
+from bayesopt_chain.trees import Tree, size
 
 ROUNDING = 1e-6  # of the degrees of freedom that are left, as a share
 
 
-class Scatter(NamedTuple):
-    """Sums over targets, 0-d float64: squares of the gradients in the outputs, Fisher information, independent entries D."""
-
-    squares: Tensor
-    information: Tensor
-    independent: Tensor
-
-    def add(self, other: Scatter) -> Scatter:
-        """Of the data of both."""
-        return Scatter(*(a + b for a, b in zip(self, other)))
-
-    def dispersion(self, gamma: Tensor) -> Tensor:
-        """phi where the data determine ``gamma`` parameters, 0-d."""
-        left = (self.independent - gamma).clamp_min(ROUNDING * self.independent)
-        return self.squares / self.information * self.independent / left
-
-
-def scatter_of(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Scatter:
-    """The sums of a batch."""
+def scatter_of(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tensor:
+    """Sums over the targets of a batch, ``[3]`` in float64: squares of the gradients in the outputs, Fisher information,
+    independent entries D."""
     outputs = outputs.detach()
     root, grouping = likelihood.root(outputs, targets), likelihood.grouping(outputs.shape[1:])
     weights, count = likelihood.weights(targets), math.prod(grouping.positions)
@@ -120,65 +105,35 @@ def scatter_of(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Scatter
     # a target of weight w counts w times: its gradient is w times that of one, its information too
     own = grouping.over_outputs(weights.to(outputs.dtype), outputs.shape)
     slopes = likelihood.gradient(outputs, targets).detach() / own.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
-    return Scatter(
-        slopes.to(torch.float64).square().sum(),
-        root.diagonal().detach().to(torch.float64).sum(),
-        weights.to(torch.float64).sum() * root.columns / count,
-    )
+    squares, information = slopes.to(torch.float64).square().sum(), root.diagonal().detach().to(torch.float64).sum()
+    return torch.stack([squares, information, weights.to(torch.float64).sum() * root.columns / count])
+
+
+def dispersion(scatter: Tensor, gamma: Tensor) -> Tensor:
+    """phi where the data determine ``gamma`` parameters, 0-d."""
+    squares, information, independent = scatter
+    return squares / information * independent / (independent - gamma).clamp_min(ROUNDING * independent)
 
 
 class Kept:
-    """What the default's rules ask of a pass: its first ``most`` data by batches, and the scatter of targets."""
+    """What the default's rules ask of a pass: its first ``most`` data by batches, and the scatter of targets where the
+    likelihood has no noise scale."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.count, self.batches = most, 0, []
-        self.scatter: Scatter | None = None  # none for Gaussian noise of known variance
+        self.most, self.batches, self.scatter = most, [], torch.zeros(3, dtype=torch.float64, device="cpu")
 
     def take(self, model: Model, batch: Any, outputs: Tensor) -> None:
         """Keep what of a batch is still wanted."""
-        if self.count < self.most:
-            self.batches.append(part(batch, 0, self.most - self.count))
-            self.count += batch_size(batch)
+        wanted = self.most - sum(map(batch_size, self.batches))
+        if wanted > 0:
+            self.batches.append(part(batch, 0, wanted))
         if not model.likelihood.has_noise_scale:
-            one = scatter_of(model.likelihood, outputs, batch[1])
-            self.scatter = one if self.scatter is None else self.scatter.add(one)
-
-
-def effective_parameters(posterior: Gaussian, prior_precision: Any, factor: float = 1.0) -> Tensor:
-    """gamma, the number of parameters that the data determine, 0-d float64: between 0 and the number of kept parameters.
-
-    ``factor`` is what the covariance was multiplied by.
-    """
-    variance = optree.tree_leaves(posterior.marginal_variance)
-    prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
-    free = [
-        (v.to(torch.float64) * torch.as_tensor(d, dtype=torch.float64, device=v.device)).sum()
-        for v, d in zip(variance, prior)
-    ]
-    return size(posterior.mean) - torch.stack(free).sum() / factor
-
-
-def dispersion(total: Scatter, gamma: Tensor) -> float:
-    """phi.
-
-    Raises:
-        ValueError: as :meth:`bayesopt_chain.FittedLaplace.dispersion`.
-    """
-    if not total.information > 0:
-        raise ValueError(
-            "dispersion: the outputs leave the targets no variance at all: the model is certain of every one"
-        )
-    if not total.independent - gamma > ROUNDING * total.independent:
-        raise ValueError(
-            f"dispersion: the fit determines {gamma:.4g} parameters by {total.independent:.4g} entries of the targets, so that "
-            "no residual tells their noise: pass a prior precision above 0, or more data"
-        )
-    return float(total.dispersion(gamma))
+            self.scatter = self.scatter.to(outputs.device) + scatter_of(model.likelihood, outputs, batch[1])
 
 
 LEAST_DISPERSION, ROUNDS, SETTLED = 1e-3, 8, 1e-2
 SHARE, SPARE, HALVINGS, DRAWS = 0.1, 1e-3, 14, 16  # of the budget
-ROWS, NUMBERS, BLOCK = 1000, 2**27, 256  # of the Jacobian of a whole network
+ROWS, NUMBERS = 1000, 2**27  # of the Jacobian of a whole network
 OF_BUDGET, FEWEST, ENTRIES = 256, 8, 2**25  # data that the budget is of, entries of their outputs' covariances
 LEAST_DATA = 50  # that stand for all
 LEAST_FREE = 1e-3  # share of the degrees of freedom that the noise has
@@ -187,23 +142,22 @@ BISECTIONS, SPAN = 80, 60.0  # the latter of the ridge, in its logarithm, on bot
 UNTRAINED = 4.0  # times the mode's mean square, at which the layer is no mode
 
 
-def by_dispersion(model: Model, seen: Pass, scatter: Scatter, start: float, prior_structure: str | None) -> Tuned:
+def by_dispersion(
+    model: Model, seen: Pass, scatter: Tensor, start: float, prior_structure: str | None
+) -> tuple[Tree, Tensor]:
     """Prior and dispersion by turns; the likelihood's scale is 1 / phi."""
     groups = spectra(seen.decomposed) or []
-    scale, prior = torch.ones_like(seen.log_likelihood), start
-    best = None
-    for _ in range(ROUNDS):
-        best = tuned(model, seen, scale=scale, start=prior, prior_structure=prior_structure)
-        each = optree.tree_leaves(best.prior_precision)
+    found = tuned(model, seen, start=start, prior_structure=prior_structure)
+    for _ in range(ROUNDS - 1):
+        each, last = optree.tree_leaves(found[0]), found[1]
         gamma: Any = sum(
-            (scale * g.values / (scale * g.values + each[g.leaves[0]].to(torch.float64))).sum() for g in groups
+            (last * g.values / (last * g.values + each[g.leaves[0]].to(torch.float64))).sum() for g in groups
         )
-        last, scale = scale, 1 / scatter.dispersion(gamma).clamp_min(LEAST_DISPERSION)
-        prior = float(each[0])
+        scale = 1 / dispersion(scatter, gamma).clamp_min(LEAST_DISPERSION)
         if abs(math.log(scale / last)) < SETTLED:
             break
-    assert best is not None
-    return best
+        found = tuned(model, seen, scale=scale, start=float(each[0]), prior_structure=prior_structure)
+    return found
 
 
 @torch.no_grad()
@@ -260,30 +214,25 @@ def _divergence(likelihood: Likelihood, own: Any, mean: Tensor, covariance: Tens
     return torch.stack([likelihood.log_prob(mean, y) - predictive.log_prob(y) for y in own]).mean(0).flatten()
 
 
-def by_network_noise(model: Model, seen: Pass, batches: list[Any], prior_structure: str | None) -> Tuned:
+def by_network_noise(model: Model, seen: Pass, batches: list[Any], prior_structure: str | None) -> tuple[Tree, Tensor]:
     """Prior and noise of a linear last layer with Gaussian noise: the noise by the whole network where its Jacobian fits."""
     assert seen.regression is not None
     total = (seen.regression.total / seen.regression.data.noise).reshape(-1)
     explains_little, own = (seen.squares > total / 2) | (seen.entries == 0), None
     if bool(explains_little.any()):  # only then the layer's own evidence is asked
-        own = tune_layer(model, seen.regression, prior_structure)
-        squares, gamma = seen.regression.residual(*_of_layer(model, own.prior_precision), own.likelihood_scale)
+        own = tuned(model, seen, prior_structure=prior_structure)
+        squares, gamma = seen.regression.residual(*model.prior_of_layer(own[0]), own[1])
         of_layer = squares / (seen.entries - gamma).clamp_min(1)
         explains_little &= (seen.squares / seen.entries > UNTRAINED * of_layer) | (seen.entries == 0)
         if bool(explains_little.all()):
             return own
     noise = _network_noise(model, seen, batches)
     if noise is None:
-        return own or tune_layer(model, seen.regression, prior_structure)
+        return own or tuned(model, seen, prior_structure=prior_structure)
     scale = 1 / noise.maximum(seen.regression.least_noise())
     if own is not None:
-        scale = torch.where(explains_little, own.likelihood_scale, scale)
-    return tune_layer(model, seen.regression, prior_structure, scale=scale.reshape(seen.squares.shape))
-
-
-def _of_layer(model: Model, prior: Any) -> tuple[Tensor, Tensor | None]:
-    layer: Any = model.forward
-    return prior[layer.weight], None if layer.bias is None else prior[layer.bias]
+        scale = torch.where(explains_little, own[1], scale)
+    return tuned(model, seen, scale=scale.reshape(seen.squares.shape), prior_structure=prior_structure)
 
 
 def data_for(model: Model) -> int:
@@ -300,14 +249,10 @@ def _whitened(likelihood: Likelihood, forward: Any, params: Any, batch: Any) -> 
     return rows.to(torch.float64) * (weights / variance.reshape(-1)).sqrt()[:, None], weights
 
 
-def _lower_gram(rows: Tensor) -> Tensor:
-    """The lower triangle of ``J J^T``, or of ``J^T J`` where that is smaller, with about half of the products."""
-    rows = rows if len(rows) <= rows.shape[1] else rows.mT
-    total = rows.new_zeros(len(rows), len(rows))
-    for start in range(0, len(rows), BLOCK):
-        stop = start + BLOCK
-        total[start:stop, :stop] = rows[start:stop] @ rows[:stop].mT
-    return total
+def _spectrum(rows: Tensor) -> Tensor:
+    """The eigenvalues of ``J J^T``, or of ``J^T J`` where that is smaller."""
+    narrow = rows if len(rows) > rows.shape[1] else rows.mT
+    return torch.linalg.eigvalsh(plus_gram(None, narrow), UPLO="U")
 
 
 @torch.no_grad()
@@ -321,7 +266,7 @@ def _network_noise(model: Model, seen: Pass, batches: list[Any]) -> Tensor | Non
     rows, weights = map(
         torch.cat, zip(*(_whitened(model.likelihood, body.forward, params, batch) for batch in batches))
     )
-    spectrum = [torch.linalg.eigvalsh(_lower_gram(rows[o::outputs])) for o in range(outputs)]
+    spectrum = [_spectrum(rows[o::outputs]) for o in range(outputs)]
     squares = seen.squares.reshape(-1)
     entries = seen.entries.reshape(-1)
     norm = sum(p.to(torch.float64).square().sum() for p in params.values())

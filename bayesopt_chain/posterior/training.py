@@ -31,6 +31,7 @@ from bayesopt_chain.modules.functional import (
     arguments_of,
     as_batches,
     batch_inputs,
+    in_mode,
     logits_of,
     peeked,
     with_progress,
@@ -147,14 +148,10 @@ def train_by_evidence(
     loader, module = as_batches(loader), unwrapped(module)
     of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
-    modes = {layer: layer.training for layer in module.modules()}
-    module.eval()
-    data, model = _prepared(
-        module,
-        likelihood,
-        loader,
-        How(likelihood, subset, structure, options, prior_mean=prior_mean, read=Reader(module)),
-    )
+    how = How(likelihood, subset, structure, options, prior_mean=prior_mean, read=Reader(module))
+    with in_mode(module, training=False):
+        model = make_model(module, None, peeked(loader, "train_by_evidence", how.read).first, how)
+        data = loader if model.features_of is None else [model.seen_by_head(batch) for batch in map(how.read, loader)]
     means: Any = model.prior_means()
     count = sum(batch_size(batch) for batch in map(model.how.read, data))
     own = dict(module.named_parameters())
@@ -175,8 +172,6 @@ def train_by_evidence(
     evidences: list[float] = []
     losses: list[float] = []
     for epoch in with_progress(range(1, epochs + 1), progress, epochs, "epoch"):
-        for layer, training in modes.items():
-            layer.training = training
         losses.append(_epoch(module, model, chosen, data, stepper, prior, scale, means, count))
         if not math.isfinite(losses[-1]):
             raise ValueError(
@@ -184,26 +179,18 @@ def train_by_evidence(
             )
         if epoch != epochs and (epoch <= burn_in or (epoch - burn_in) % every):
             continue
-        module.eval()
         held = {name: p.detach().to(model.params[name].dtype, copy=True) for name, p in chosen.items()}
         now = replace(model, params=held)
-        fitted = _estimated(now, data, prior, scale, tune_noise, of_prior)
+        with in_mode(module, training=False):
+            fitted = _estimated(now, data, prior, scale, tune_noise, of_prior)
         prior, scale = fitted.prior_precision, fitted.likelihood_scale
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
             best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
     assert best is not None, "the last epoch is always estimated"
+    module.eval()
     write_back(module, best[0].model.params, best[1] if model.features_of is None else None)
     return EvidenceTraining(best[0], evidences, losses)
-
-
-def _prepared(module: nn.Module, likelihood: Likelihood, loader: Any, how: How) -> tuple[Iterable, Model]:
-    """The data, as features where the kept parameters are a linear last layer, and the model."""
-    batches = peeked(loader, "train_by_evidence", how.read)
-    model, first = make_model(module, None, batches.first, how)
-    if model.features_of is None:
-        return loader, model
-    return [first, *map(model.features_of, batches.rest)], model
 
 
 def _epoch(
@@ -250,12 +237,12 @@ def _estimated(
     prior_structure: str | None,
 ) -> FittedLaplace:
     """The fit at the parameters, its prior and noise moved towards the best."""
-    seen = model.run_over(data)
+    seen = model.run_over(map(model.how.read, data))
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
     fixed = None if tune_noise else torch.ones_like(seen.log_likelihood)
-    best = tuned(model, seen, scale=fixed, prior_structure=prior_structure)
-    nearer = {name: moved(now, best.prior_precision[name]) for name, now in prior.items()}
-    return at(model, seen, nearer, moved(scale, best.likelihood_scale))
+    best, noise = tuned(model, seen, scale=fixed, prior_structure=prior_structure)
+    nearer = {name: moved(now, best[name]) for name, now in prior.items()}
+    return at(model, seen, nearer, moved(scale, noise))
 
 
 def moved(now: Tensor, best: Tensor) -> Tensor:

@@ -121,16 +121,17 @@ def test_a_last_layer_whose_outputs_are_derivatives_is_trained_on_its_responses(
     assert training.log_evidence[0] < training.log_evidence[-1]
 
 
-@pytest.mark.parametrize("kind", ["keywords", "arguments"])
+@pytest.mark.parametrize("kind", ["keywords", "arguments", "mapping"])
 def test_inputs_may_be_keywords_or_several_arguments(kind):
-    """The same numbers as for one input, the sum."""
+    """The same numbers as for one input, the sum; a batch may be a mapping with labels."""
     x, y = regression()
-    inputs = {"a": x / 2, "b": x / 2} if kind == "keywords" else (x / 2, x / 2)
+    inputs = (x / 2, x / 2) if kind == "arguments" else {"a": x / 2, "b": x / 2}
+    batch = {**inputs, "labels": y} if kind == "mapping" else (inputs, y)
     torch.manual_seed(0)
     several, one = Net(lambda net, a, b: net.layer(a + b), layer=nn.Linear(2, 1)), nn.Linear(2, 1)
     one.load_state_dict(several.layer.state_dict())
     options = {"structure": "dense", "epochs": 20, "every": 5, "optimizer": adam(0.02)}
-    got = train_by_evidence(several, bc.likelihoods.gaussian(), [(inputs, y)], **options)
+    got = train_by_evidence(several, bc.likelihoods.gaussian(), [batch], **options)
     want = train_by_evidence(one, bc.likelihoods.gaussian(), [(x, y)], **options)
     assert got.log_evidence == pytest.approx(want.log_evidence)
 
