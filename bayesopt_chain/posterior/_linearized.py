@@ -20,7 +20,7 @@ derivatives and hold no J; the same draws of the parameters are the same functio
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import optree
@@ -35,10 +35,10 @@ from bayesopt_chain.curvature._kinds import Kind, turned
 from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods._likelihood import Elementwise
-from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.gaussian import Gaussian, white
 from bayesopt_chain.precision import LayerBases, Precision
 from bayesopt_chain.tracing import is_transformed
-from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide
+from bayesopt_chain.trees import Tree, common_dtype, flatten, size, unflatten, wide
 
 ROW_BYTES = 2**28  # of Jacobians held at once where the covariance is not joint
 
@@ -61,20 +61,16 @@ def with_graph(
     except RuntimeError:  # a forward function that takes derivatives itself needs gradients on
         with torch.enable_grad():
             mean = forward(posterior.mean, batch).detach()
-    entries = mean.shape[1:].numel()
-    row = 3 * size(posterior.mean) * entries * common_dtype(posterior.mean).itemsize
+    entries, parameters = mean.shape[1:].numel(), size(posterior.mean)
+    row = 3 * parameters * entries * common_dtype(posterior.mean).itemsize
     at_once = count if joint else max(1, ROW_BYTES // row)
     covariances = []
     for start in range(0, count, at_once):
-        some = part(batch, start, min(count, start + at_once)) if at_once < count else batch
-        rows = jacobian(forward, posterior.mean, some)
-        left = flatten(rows, posterior.mean)
-        right = flatten(precision.solve(rows), posterior.mean).to(left.dtype)
-        if joint:
-            return mean, left @ right.mT
-        left, right = (x.reshape(-1, entries, x.shape[1]) for x in (left, right))
-        covariances.append(left @ right.mT)
-    return mean, torch.cat(covariances)
+        some = part(batch, start, start + at_once) if at_once < count else batch
+        rows = flatten(jacobian(forward, posterior.mean, some), posterior.mean)
+        rows = rows.reshape(1 if joint else -1, len(rows) if joint else entries, parameters)
+        covariances.append(_between(rows, posterior.mean, precision))
+    return mean, covariances[0][0] if joint else torch.cat(covariances)
 
 
 def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tree:
@@ -86,27 +82,29 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     def one(*datum: Tensor) -> Tree:
         given = iter(datum)
         whole = structure.unflatten([next(given)[None] if chosen else x for x, chosen in zip(leaves, is_datum)])
-        with double_backward():  # autograd goes through these rows once more
-            return torch.func.jacrev(lambda p: forward(p, whole)[0])(params)
+        return torch.func.jacrev(lambda p: forward(p, whole)[0])(params)
 
-    try:
-        rows = torch.vmap(one)(*data)
-    except (RuntimeError, NotImplementedError):  # an operation without a batching rule, or one that looks at numbers
+    with double_backward():  # autograd goes through these rows once more
         try:
-            each = [one(*(x[n] for x in data)) for n in range(data[0].shape[0])]
-        except RuntimeError:  # a forward function that takes derivatives itself: rows without a graph
-            each = [plain_rows(forward, params, part(batch, n, n + 1)) for n in range(data[0].shape[0])]
-        rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
+            rows = torch.vmap(one)(*data)
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # without a batching rule, one that looks at numbers or differentiates
+            each = [plain_rows(forward, params, part(batch, n, n + 1)) for n in range(batch_size(batch))]
+            rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
     return optree.tree_map(lambda x, p: x.reshape(-1, *p.shape), rows, params)
 
 
 def plain_rows(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any) -> Tree:
-    """Rows ``[E, *leaf.shape]`` of one datum by backward passes alone."""
+    """Rows ``[E, *leaf.shape]`` of one datum by backward passes alone, with their graph where somebody needs it."""
     leaves, structure = optree.tree_flatten(params)
+    graph = needs_graph(datum, params)
     with torch.enable_grad():
-        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        chosen = [leaf if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves]
         outputs = forward(structure.unflatten(chosen), datum)[0].flatten()
-        each = [torch.autograd.grad(f, chosen, retain_graph=True, materialize_grads=True) for f in outputs]
+        grad = partial(torch.autograd.grad, retain_graph=True, create_graph=graph, materialize_grads=True)
+        each = [grad(f, chosen) for f in outputs]
     return structure.unflatten([torch.stack(rows) for rows in zip(*each)])
 
 
@@ -147,12 +145,7 @@ def functional_samples(
         True
     """
     precision = posterior.precision.factorised()
-    with torch.no_grad():
-        noise = optree.tree_map(
-            lambda p: torch.randn((samples, *p.shape), dtype=p.dtype, device=p.device, generator=generator),
-            posterior.mean,
-        )
-    moves = precision.sqrt_solve(noise)
+    moves = precision.sqrt_solve(white(posterior.mean, (samples,), generator))
 
     def along(move: Tree) -> Tensor:
         value, change = jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
@@ -262,7 +255,7 @@ def _without_graph(
             plan, check
         ):
             means.append(chunk.outputs)
-            covariances.append(_in_bases(chunk, bases) if bases else _by_rows(_rows(chunk), params, precision))
+            covariances.append(_of_chunk(chunk, params, precision, bases))
             del chunk  # before the next one is made
         return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
 
@@ -295,8 +288,8 @@ def of_affine(
     if bases:
         return reduce(torch.add, (_in_basis(kind, of_x, g, bases[leaf]) for leaf, kind, of_x, g in gradients))
     assert precision is not None
-    all_data = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
-    return _by_rows(all_data, params, precision)
+    rows = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
+    return _between(_together(rows, params), params, precision)
 
 
 def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
@@ -304,14 +297,18 @@ def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
     return Elementwise(torch.ones_like(outputs))
 
 
-def _rows(chunk: Chunk) -> dict[int, Tensor]:
-    """The Jacobian's rows, by the number of a leaf."""
-    return {leaf: kind.rows(of_input(), of_output()) for leaf, kind, of_input, of_output, _ in chunk.gradients}
+def _together(rows: dict[int, Tensor], params: Tree) -> Tensor:
+    """The Jacobian's rows ``[b, K, P]`` from those of each leaf, ``[K, b, d0, d1]``, by its number."""
+    every = [rows[i].flatten(2) for i in range(len(rows))]
+    return torch.cat(every, 2).transpose(0, 1).to(common_dtype(params))
 
 
-def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
-    """Sum the leaves' parts in the bases in which the precision is diagonal."""
-    return reduce(torch.add, (_in_basis(kind, x(), g(), bases[leaf]) for leaf, kind, x, g, _ in chunk.gradients))
+def _of_chunk(chunk: Chunk, params: Tree, precision: Precision, bases: list[LayerBases] | None) -> Tensor:
+    """Sum the leaves' parts in the bases in which the precision is diagonal, or go by rows."""
+    if bases:
+        return reduce(torch.add, (_in_basis(kind, x(), g(), bases[leaf]) for leaf, kind, x, g, _ in chunk.gradients))
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
+    return _between(_together(rows, params), params, precision)
 
 
 def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
@@ -324,15 +321,11 @@ def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
     return kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
 
 
-def _by_rows(formed: dict[int, Tensor], params: Tree, precision: Precision) -> Tensor:
-    """``J Lambda^-1 J^T`` of every datum, ``[b, K, K]``, from each leaf's rows ``[K, b, d0, d1]`` of J, by its number."""
-    leaves, structure = optree.tree_flatten(params)
-    parts = [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
-    rows = optree.tree_unflatten(structure, parts)
-    flat, factor = flatten(rows, params), precision.lower_factor()
+def _between(rows: Tensor, params: Tree, precision: Precision) -> Tensor:
+    """``J Lambda^-1 J^T``, ``[b, K, K]``, of rows ``[b, K, P]``."""
+    factor = precision.lower_factor()
     if factor is None:
-        return torch.einsum("kbp,lbp->bkl", flat.to(common_dtype(params)), flatten(precision.solve(rows), params))
-    columns = flat.reshape(-1, flat.shape[2]).mT.to(factor.dtype)
-    solved = torch.linalg.solve_triangular(factor, columns, upper=False)
-    by_datum = solved.reshape(-1, *flat.shape[:2]).permute(2, 1, 0)
-    return by_datum @ by_datum.mT
+        return rows @ flatten(precision.solve(unflatten(rows, params)), params).to(rows.dtype).mT
+    columns = rows.reshape(-1, rows.shape[2]).mT.to(factor.dtype)
+    solved = torch.linalg.solve_triangular(factor, columns, upper=False).mT.reshape(rows.shape)
+    return solved @ solved.mT

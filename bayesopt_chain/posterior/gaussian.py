@@ -228,7 +228,7 @@ class Gaussian(NamedTuple):
             ValueError: a precision that is not positive definite.
         """
         precision = self.precision.factorised()
-        noise = _white(self.mean, shape, generator)
+        noise = white(self.mean, shape, generator)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)
 
     @checks.takes(tree=checks.TREE)
@@ -397,7 +397,7 @@ def spread_like(leaves: Sequence[Tensor], drawn: Sequence[Tensor], axes: int) ->
     return [like(x, z, axes) for x, z in zip(leaves, drawn)]
 
 
-def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
+def white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
     """Standard normals ``[*shape, *leaf.shape]`` for every leaf."""
     leaves, structure = optree.tree_flatten(mean)
     if not any(map(is_dtensor, leaves)):

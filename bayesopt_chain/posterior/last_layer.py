@@ -37,7 +37,6 @@ from torch.overrides import TorchFunctionMode
 from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature._plan import Affine, batch_size, part
 from bayesopt_chain.modules.functional import Forward, inner_of
-from bayesopt_chain.posterior._linearized import needs_graph
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import flatten, unflatten
 
@@ -98,6 +97,7 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
         ValueError: there is none; matrices that act behind it; a module whose outputs are random, or mix data.
     """
     own, batch = _owners(forward.module, params), part(batch, 0, 2)
+    params = {name: p.detach() for name, p in params.items()}
     chosen = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in params.items()}
     with Differentiated() as differentiated:  # by a forward that may ask its inputs for gradients
         output, calls = _watched(forward, chosen, batches.tree_map(_detached, batch), own)
@@ -138,7 +138,7 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     added = [name for name in rest if _owner(name) not in own and _is_added(chosen[name], output)]
     every, behind = (*names, *added), tuple(name for name in rest if name not in added)
     if is_differentiated:
-        return LastLayer(every, behind, Responses(forward, dict(params), every))
+        return LastLayer(every, behind, Responses(forward, params, every))
     layer = forward.module.get_submodule(reached[0].name)
     runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
     is_alone = not added and len(reached) == 1 and runs == 1 and len(reached[0].inputs) == 1
@@ -301,7 +301,7 @@ def require_still(forward: Forward, params: Mapping[str, Tensor], batch: Any) ->
 class Features:
     """``features(batch)``: what the last layer sees of a batch.
 
-    They have a graph where somebody may differentiate them by the inputs.
+    They have a graph where the inputs ask for gradients; ``params`` do not.
     """
 
     forward: Forward
@@ -309,10 +309,7 @@ class Features:
     layer: nn.Module
 
     def __call__(self, batch: Any) -> HeadBatch:
-        graph = needs_graph(batch)
-        with torch.set_grad_enabled(graph):
-            seen = seen_by(self.layer, lambda: self.forward(self.params, batch))
-        return HeadBatch(seen if graph else seen.detach(), batch[1])
+        return HeadBatch(seen_by(self.layer, lambda: self.forward(self.params, batch)), batch[1])
 
 
 def seen_by(layer: nn.Module, run: Callable[[], Any]) -> Tensor:
@@ -367,7 +364,7 @@ class Responses:
         return bool((twice - 2 * once + none).abs().amax() <= LINEAR * torch.finfo(none.dtype).eps * scale)
 
     def _theta(self) -> Tensor:
-        kept = {name: self.params[name].detach() for name in self.names}
+        kept = {name: self.params[name] for name in self.names}
         return flatten(kept, kept)
 
 
