@@ -41,7 +41,6 @@ from bayesopt_chain.precision import (
     Root,
     shape_only,
 )
-from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.trees import Tree, common_dtype, size, wide
 
 SMALL = 2**26  # bytes; for a factor that needs less the free memory is not looked up, which takes time
@@ -173,7 +172,8 @@ class DenseSum(Structure):
         self.matrix = plus_gram(self.matrix, rows)
 
     def finish(self, count: Tensor) -> Dense:
-        return Dense(mirrored(_summed(self.matrix)), self.like, count)
+        matrix: Any = self.matrix
+        return Dense(mirrored(matrix), self.like, count)
 
 
 class RootRows(Structure):
@@ -194,19 +194,16 @@ class RootRows(Structure):
 class LowRankSum(Structure):
     def __init__(self, params: Tree, rank: int):
         super().__init__(params, held=(rank + 1) * size(params))
-        self.rank = rank
         zeros = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in self.leaves]
-        self.kept = self.to_tree([leaf.expand(rank, *leaf.shape).clone() for leaf in zeros])
-        self.overflow = self.to_tree(zeros)
+        rows = [leaf.expand(rank, *leaf.shape).clone() for leaf in zeros]
+        self.count = torch.zeros((), dtype=torch.float64, device=zeros[0].device)
+        self.sum = LowRank(self.to_tree(zeros), self.to_tree(rows), self.count)
 
     def add(self, chunk: Chunk) -> None:
-        new = self.to_tree(_rows(chunk, self.leaves))
-        rows = optree.tree_map(lambda a, b: torch.cat([a, b]), self.kept, new)
-        self.kept, overflow = compress(rows, self.rank)
-        self.overflow = optree.tree_map(torch.add, self.overflow, overflow)
+        self.sum = self.sum.add(Root(self.to_tree(_rows(chunk, self.leaves)), self.count))
 
     def finish(self, count: Tensor) -> LowRank:
-        return LowRank(self.overflow, self.kept, count)
+        return self.sum._replace(count=count)
 
 
 class TappedSum(Structure):
@@ -370,11 +367,6 @@ def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
     return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
 
 
-def _summed(matrix: Tensor | None) -> Tensor:
-    assert matrix is not None, "a batch has at least one chunk"
-    return matrix
-
-
 class Options(NamedTuple):
     """What an estimator was told about its structure."""
 
@@ -384,17 +376,11 @@ class Options(NamedTuple):
     diagonal_above: int | None = None
 
 
-def _kronecker(params: Tree, options: Options) -> Structure:
-    if options.basis is not None:
-        return EigenbasisSum(params, options.basis)
-    return KroneckerSum(params, options.sharing, options.diagonal_above)
-
-
 STRUCTURES: dict[str, Callable[[Tree, Options], Structure]] = {
     "dense": lambda params, options: DenseSum(params),
     "root": lambda params, options: RootRows(params),
     "diagonal": lambda params, options: DiagonalSum(params),
-    "kronecker": _kronecker,
+    "kronecker": lambda params, options: KroneckerSum(params, options.sharing, options.diagonal_above),
     "low_rank": lambda params, options: LowRankSum(params, options.rank),
 }
 
@@ -405,4 +391,6 @@ def structure_sum(structure: str, params: Tree, options: Options) -> Structure:
         raise ValueError(f"basis= is for structure='kronecker' (EKFAC), not {structure!r}")
     if options.diagonal_above is not None and structure != "kronecker":
         raise ValueError(f"diagonal_above= is for structure='kronecker', not {structure!r}")
+    if options.basis is not None:
+        return EigenbasisSum(params, options.basis)
     return STRUCTURES[structure](params, options)

@@ -466,38 +466,20 @@ def _attention(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _projected(taps: Taps, given: dict[str, Any]) -> list[Tensor]:
-    """Queries, keys and values, ``[B, T, E]``."""
+    """Queries, keys and values, ``[B, T, E]``: of what all three weights, or biases, make of an input a third is used."""
     inputs = [given[name].transpose(0, 1) for name in ("query", "key", "value")]
-    width, bias = given["query"].shape[-1], given["in_proj_bias"]
-    if given["query"] is given["key"] is given["value"] and not given["use_separate_proj_weight"]:
-        return list(_linear(taps, F.linear, inputs[0], given["in_proj_weight"], bias).chunk(3, -1))
+    bias = given["in_proj_bias"]
     if given["use_separate_proj_weight"]:
-        weights = [(given[f"{name}_proj_weight"], 0, width) for name in "qkv"]
-    else:
-        weights = [(given["in_proj_weight"], i * width, width) for i in range(3)]
-    return [_linear_rows(taps, x, *some, bias, i * width) for i, (x, some) in enumerate(zip(inputs, weights))]
-
-
-def _linear_rows(
-    taps: Taps, x: Tensor, weight: Tensor, start: int, rows: int, bias: Tensor | None, bias_start: int
-) -> Tensor:
-    """A linear layer of some rows of a weight and some entries of a bias; the other rows' output gradients are zeros."""
-    some = None if bias is None else bias[bias_start : bias_start + rows]
-    y = F.linear(x, weight[start : start + rows], some)
-    weight_use = _matrix_use(taps, x, weight, transposed=False)
-    bias_use = _shift_use(bias, (rows,))
-    if weight_use is not None:
-        weight_use = _padded(weight_use, start, weight.shape[0] - start - rows)
-    if bias is not None and bias_use is not None:
-        bias_use = _padded(bias_use, bias_start, bias.shape[0] - bias_start - rows)
-    return taps.tap(y, weight_use, bias_use)
-
-
-def _padded(use: Candidate, before: int, after: int) -> Candidate:
-    x_of, g_of, _ = use.canonical
-    # Queries, keys and values take a third of the projection each: padding makes three numbers, two of them zeros, out of one.
-    canonical = Canonical(x_of, lambda x, g, b: F.pad(g_of(x, g, b), (before, after)), 2)
-    return use._replace(canonical=canonical, features_last=False)
+        projected = [_linear(taps, F.linear, x, given[f"{name}_proj_weight"]) for name, x in zip("qkv", inputs)]
+        if bias is None:
+            return projected
+        biases = [bias.expand(*y.shape[:-1], len(bias)) for y in projected]
+        shifts = [taps.tap(b, _shift_use(bias, (len(bias),))).chunk(3, -1)[i] for i, b in enumerate(biases)]
+        return [y + shift for y, shift in zip(projected, shifts)]
+    if given["query"] is given["key"] is given["value"]:
+        return list(_linear(taps, F.linear, inputs[0], given["in_proj_weight"], bias).chunk(3, -1))
+    whole = [_linear(taps, F.linear, x, given["in_proj_weight"], bias) for x in inputs]
+    return [y.chunk(3, -1)[i] for i, y in enumerate(whole)]
 
 
 def _attend(taps: Taps, given: dict[str, Any], projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -317,20 +317,7 @@ class LowRankFilterState(NamedTuple):
     tally: Tally
 
 
-class Conditioned(NamedTuple):
-    """What an update makes of a predicted state.
-
-    Attributes:
-        moves: of the mean, like the leaves.
-        state: with the information after the update.
-        growth: ``log |Lambda'| / |Lambda|``, 0-d.
-        misfit: q of the module's docstring, 0-d.
-    """
-
-    moves: list[Tensor]
-    state: Any
-    growth: Tensor
-    misfit: Tensor
+Updated = tuple[list[Tensor], Any, Tensor, Tensor]
 
 
 class Structure(ABC):
@@ -356,8 +343,13 @@ class Structure(ABC):
         """The state after a random walk of the parameters, whose variances are like the leaves."""
 
     @abstractmethod
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
-        """What a weighed batch makes of a predicted state."""
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
+        """What a weighed batch makes of a predicted state.
+
+        Returns:
+            The mean's moves, like the leaves; the state with the information after the update; the growth
+            ``log |Lambda'| / |Lambda|``, 0-d; the misfit q of the module's docstring, 0-d.
+        """
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
         """The new state, in which leaves that do not move keep their old information, where leaves are independent."""
@@ -398,7 +390,7 @@ class DenseRoot(Structure):
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
         return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
 
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
         root = state.root.mT
         parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
@@ -416,7 +408,7 @@ class DenseRoot(Structure):
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
         growth = 2 * (upper.diagonal() / root.diagonal()).log().sum()
         after = upper.mT.clone(memory_format=torch.contiguous_format)
-        return Conditioned(_unflattened(moves, leaves), state._replace(root=after), growth, misfit)
+        return _unflattened(moves, leaves), state._replace(root=after), growth, misfit
 
     def shapes(self, state: Any) -> int:
         return state.root.shape[-1]
@@ -513,7 +505,7 @@ class LowRankInformation(Structure):
             rows = tuple(new.reshape(row.shape) for new, row in zip(flat, rows))
         return state._replace(diagonal=tuple(y * s for y, s in zip(state.diagonal, shrinkage)), rows=rows)
 
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
         before, rows, e = list(state.diagonal), batch.rows, batch.innovation
         if self.rank:  # the directions are rows that observed what the mean says
             rows = [torch.cat([a, b]) for a, b in zip(state.rows, rows)]
@@ -535,7 +527,7 @@ class LowRankInformation(Structure):
             kept, overflow = compress(rows, self.rank)
         after = tuple(y + x for y, x in zip(before, overflow))
         new = state._replace(diagonal=after, rows=tuple(row.clone() for row in kept))
-        return Conditioned(moves, new, growth, misfit)
+        return moves, new, growth, misfit
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
         if self.rank:
