@@ -214,19 +214,14 @@ def require_drawn_from(draw: Any, state: Any, who: str) -> None:
 
 def along_samples(g: list, params: list, samples: int, who: str) -> list:
     """Gradients with a leading axis of ``samples``; ``None`` stays."""
-    out = []
     for i, (x, p) in enumerate(zip(g, params)):
-        if x is None:
-            out.append(None)
-            continue
         wanted = tuple(p.shape) if samples == 1 else (samples, *p.shape)
-        if tuple(x.shape) != wanted:
+        if x is not None and tuple(x.shape) != wanted:
             raise ValueError(
                 f"{who}: the gradient of leaf {i} has shape {tuple(x.shape)}, not {wanted}: take one gradient at each "
                 f"of the {samples} samples in draw.params"
             )
-        out.append(x[None] if samples == 1 else x)
-    return out
+    return [x if x is None or samples > 1 else x[None] for x in g]
 
 
 def over_samples(x: Tensor) -> Tensor:

@@ -155,16 +155,12 @@ class Variational(Drawing):
 
         if not self.is_deterministic:
             require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
-        scale = self.first_scale(leaves, self._first_scales(params, context), normals)
-        scale = tuple(context.spread(scale)) if self.elementwise else scale
-        return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
-
-    def _first_scales(self, params: Any, context: LinkContext) -> list[Tensor]:
-        """The standard deviations to start from, by leaf."""
         what = f"{self.name}: init_scale"
         scales = context.parts(spread(self.init_scale, params, what), what)
         require_numbers(scales, params, what)
-        return scales
+        scale = self.first_scale(leaves, scales, normals)
+        scale = tuple(context.spread(scale)) if self.elementwise else scale
+        return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
     @abstractmethod
     def first_scale(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
