@@ -168,24 +168,36 @@ def with_call(who: str, /, **given: Any) -> Iterator[None]:
         raise type(kind)(f"{who}({', '.join(shown)}): {err}") from err
 
 
-def temperature_of(who: str, group: dict[str, Any]) -> float:
-    """Read a group's temperature: a number, or a tensor of one element.
+def temperature_of(who: str, group: dict[str, Any], refusal: str | None) -> float:
+    """Read a group's temperature, a number or a tensor of one element; where it is above 0, check the options of the group.
+
+    Args:
+        who: the name of the optimizer in messages.
+        group: the group.
+        refusal: the reason why no noise is known for the class; ``None`` if noise is known.
 
     Raises:
-        TypeError: the temperature is a function, as schedules of this library are; torch's optimizers have no count to call
-            it with.
-        ValueError: it is negative, infinite or NaN, or a tensor that requires grad.
+        ValueError: the temperature is negative, infinite or NaN, or a tensor that requires grad; it is above 0, and no noise is
+            known for the class or for an option, which the message names.
     """
     temperature = group["temperature"]
-    if callable(temperature):
-        raise TypeError(
-            f"{who}: temperature is a function; set group['temperature'] in the loop, or give a 0-d tensor and fill it"
-        )
     if isinstance(temperature, Tensor) and temperature.requires_grad:
         raise ValueError(f"{who}: temperature requires grad, which a step does not carry; detach it")
     value = float(temperature)
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{who}: temperature must be non-negative and finite, got {temperature!r}")
+    if value and refusal is not None:
+        raise ValueError(f"{who}: no temperature above 0: {refusal}")
+    if value and group.get("capturable"):
+        raise ValueError(
+            f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
+            "Set capturable=False, or use bc.make_step with bc.capture"
+        )
+    if value and group.get("differentiable"):
+        raise ValueError(
+            f"{who}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
+            "bc.make_step (and bc.meta); leave it out, or set temperature=0"
+        )
     return value
 
 
@@ -199,31 +211,6 @@ def momentum_of(who: str, value: Any, what: str) -> float:
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"{who}: {what} must lie in [0, 1) at temperature > 0, got {momentum}")
     return momentum
-
-
-def check_group(who: str, group: dict[str, Any], refusal: str | None) -> None:
-    """Check that noise is known for the options of a group.
-
-    Args:
-        who: the name of the optimizer in messages.
-        group: the group.
-        refusal: the reason why no noise is known for the class; ``None`` if noise is known.
-
-    Raises:
-        ValueError: no noise is known; the message names the option.
-    """
-    if refusal is not None:
-        raise ValueError(f"{who}: no temperature above 0: {refusal}")
-    if group.get("capturable"):
-        raise ValueError(
-            f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
-            "Set capturable=False, or use bc.make_step with bc.capture"
-        )
-    if group.get("differentiable"):
-        raise ValueError(
-            f"{who}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
-            "bc.make_step (and bc.meta); leave it out, or set temperature=0"
-        )
 
 
 def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 r"""Make the steps of leaves at temperature > 0: by one kernel, or by torch's step to which noise is added.
 
-A leaf is one parameter, and :class:`Leaves` are those of a group whose numbers are equal. They are kept from step to step while
-parameters, gradients and state are the same tensors at the same places in memory (:meth:`Leaves.holds`); the numbers are read
-anew in every step.
+A leaf is one parameter, and :class:`Leaves` are those of a group whose numbers are equal. The optimizer keeps them from step to
+step while groups, parameters and state hold the same objects, and these the same memory (:meth:`Leaves.holds`); the numbers are
+read anew in every step.
 
 With ``e`` and ``e_1`` of :mod:`bayesopt_chain.optim._rule` and the denominator ``D`` of an adaptive rule (``D = 1`` for SGD),
 the noise that follows torch's step is
@@ -29,9 +29,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +43,14 @@ from bayesopt_chain._torch import (
     foreach_addcmul_,
     foreach_copy_,
     foreach_mul_,
+    is_dtensor,
     local,
     local_parts,
 )
-from bayesopt_chain.distributed.parts import elements_of
+from bayesopt_chain.distributed.parts import elements_of, is_part
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
-from bayesopt_chain.optim._checks import KINDS, check_linear, temperature_of
+from bayesopt_chain.optim._checks import KINDS, check_linear
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
@@ -66,7 +66,6 @@ _HALF, _MOMENTUM = map(Before._fields.index, ("half", "momentum"))
 _NEVER = (-1,) * 4  # for each branch key and count of a last draw that is kept, or that was never made
 NUMBERS = (*_BEFORE, *_AGAIN)  # 0-d tensors
 REMEMBERED = (*_DRAWS, *NUMBERS)
-_OPTIONS = ("foreach", "fused", "differentiable", "capturable", "noise_kept")
 _FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settings that change only by being replaced
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
@@ -78,77 +77,71 @@ class Leaves:
     """Leaves of one group, dtype and device whose step has equal numbers.
 
     Attributes:
-        group, settings: their parameter group, and its values at the end of the last step.
+        group, index: their parameter group, and its number.
+        settings: the values of the group at the end of the last step.
         counts: what ``rule._counts`` reads from their state.
         memory: the numbers of the last step that drew noise, in the order of :class:`Before`, NaN before the first one.
-        again: for each branch key and count of the last draw, if it is made again.
+        again: for each branch key and count of the last draw, from which it is made again where it is not kept.
         params, states: the parameters, and their entries of ``optimizer.state``.
         numbers: the leaves' numbers in the random stream.
         linear, temperature: the numbers of torch's step, and the temperature.
-        rests: for both branches whether it draws nothing in this step.
+        layout: what has to stay the same for the job and the batches to hold.
         repeats: whether this step left :attr:`memory` as it was.
         learned: the number of the last update in which the denominator learned; 0 without a denominator.
         is_frozen: whether it no longer learns.
         job: the call of the kernel; ``None`` until a step makes it.
+        batches: the leaves in batches for tensor operations; empty until a step makes them.
+        tensors: the parameters and the tensors of their state, but for the 0-d ones in :attr:`written`.
+        written: by name the 0-d tensors of the state that are :attr:`memory` and :attr:`again`.
     """
 
     settings: list[Any]
     linear: Linear
     temperature: float
-    rests: tuple[bool, bool] = True, True
+    layout: tuple[object, ...]
 
     def __init__(
         self,
         group: dict[str, Any],
+        index: int,
         counts: tuple[float, ...],
         before: Sequence[float] = _NO_NUMBERS,
         last: Sequence[int] = _NEVER,
     ) -> None:
-        self.group, self.counts = group, counts
+        self.group, self.index, self.counts = group, index, counts
         self.memory, self.again = array("d", before), array("q", last)
         self.params: list[Any] = []
         self.states: list[dict[str, Any]] = []
         self.numbers: list[int] = []
-        self.batches: dict[int, list[_Batch]] = {}
+        self.batches: list[_Batch] = []
+        self.tensors: list[Any] = []
+        self.written: dict[str, Tensor] = {}
         self.job: Job | None = None
         self.counter: Counter | None = None
-        self.layout: tuple[object, ...] = ()
         self.is_settled, self.repeats = False, True
-        self.written: dict[str, Tensor] = {}
-        self.size = -1  # of an entry of the state when its tensors were listed
 
-    def read(self, rule: Any) -> tuple[object, ...]:
-        """Read the numbers of a step; return what has to stay the same for job and batches to hold.
+    def read(self, rule: Any, temperature: float) -> tuple[object, ...]:
+        """Read the numbers of a step; return its layout.
 
         Raises:
             ValueError: numbers for which no noise is known.
         """
-        group, self.learned = self.group, rule._learned(self.group, self.counts)
-        self.is_settled = False
-        self.temperature, self.linear = temperature_of(rule._name, group), rule._linear(group, self.counts)
-        if is_noisy := self.temperature > 0.0:
-            check_linear(rule._name, self.linear, self.memory[_MOMENTUM])
+        group, linear = self.group, rule._linear(self.group, self.counts)
+        self.linear, self.temperature, self.is_settled = linear, temperature, False
+        self.learned = rule._learned(group, self.counts)
         self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
-        options = tuple(map(group.get, _OPTIONS))
-        asks_for_torch = options[0] is not None or options[1] is False
-        # the kernel draws whole leaves; at an lr of 0 there is noise if the last step has left some to the velocity
-        has_left = self.memory[_HALF] > 0.0 and self.linear.momentum > 0.0
-        is_fit = (
-            is_noisy and (self.linear.step_size > 0.0 or has_left) and not (asks_for_torch or rule._cache.is_spread)
-        )
-        self.kind = self.linear.kind if is_fit else None
-        return is_noisy, self.kind, self.linear.velocity, self.linear.direct > 0.0, options
+        kind = None
+        if temperature > 0.0:
+            check_linear(rule._name, linear, self.memory[_MOMENTUM])
+            asks_for_torch = group.get("foreach") is not None or group.get("fused") is False
+            # at an lr of 0 there is noise if the last step has left some to the velocity
+            draws = linear.step_size > 0.0 or (self.memory[_HALF] > 0.0 and linear.momentum > 0.0)
+            kind = linear.kind if draws and not asks_for_torch else None
+        return kind, linear.velocity, linear.direct > 0.0, group["noise_kept"]
 
-    def holds(self, rule: Any) -> bool:
-        """Whether state and memory are those of the last step, and what is read for this one has the same form."""
-        try:
-            tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            numbers = [*chain(*map(self.numbers_of, self.states))]
-        except KeyError:
-            return False
-        if not are_same(tensors, self.tensors) or not are_same(numbers, self.listed):
-            return False
-        here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
+    def holds(self, rule: Any, temperature: float) -> bool:
+        """Whether the tensors, which are those of the last step, are where they were, and the layout is that of this step."""
+        here = _here(self.tensors) if self.is_spread else self.tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
             return False
         if rule.counters:  # they share their numbers while they have made equally many updates
@@ -158,17 +151,14 @@ class Leaves:
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
             return True
-        return self.read(rule) == self.layout
+        return self.read(rule, temperature) == self.layout
 
-    def draws(self, branch: int) -> list[Tensor]:
-        """The last draws of a branch, zeros before the first one; empty if they are not kept."""
-        if not self.group.get("noise_kept", True):
-            return []
-        name = _DRAWS[branch]
-        for p, state in zip(self.params, self.states):
-            if name not in state:
-                state[name] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
-        return [state[name] for state in self.states]
+    def make_draws(self) -> None:
+        """Let the state have the last draws of all branches, zeros before the first ones, if they are kept."""
+        for name in _DRAWS[: self.linear.branches] if self.group["noise_kept"] else ():
+            for p, state in zip(self.params, self.states):
+                if name not in state:
+                    state[name] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
 
     @property
     def before(self) -> Before | None:
@@ -176,40 +166,30 @@ class Leaves:
         return None if math.isnan(self.memory[0]) else Before(*self.memory)
 
     def remember(self) -> None:
-        """After a step, counted already, list what :meth:`holds` compares before the next one; write what the state lacks.
+        """After a step, note what :meth:`holds` compares before the next one; write what the state lacks.
 
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
         """
         # the next step has the numbers of this one, unless a setting changes
         self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.group.values())))
-        if self.temperature > 0.0:
-            kept, is_new = self.group.get("noise_kept", True), not self.written
-            if not kept:
-                now = self.group["noise_key"], self.group["noise_count"] - 1
-                for branch, rests in enumerate(self.rests):
-                    if not rests:
-                        self.again[2 * branch : 2 * branch + 2] = array("q", now)
-            if is_new:
-                # 0-d tensors that are memory and again, which the kernel writes
-                self.written = dict(zip(NUMBERS, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
-                if not kept:
-                    names = _AGAIN[: 2 * self.linear.branches]
-                    self.written |= dict(zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind()))
-                for branch in range(self.linear.branches):
-                    self.draws(branch)
-                for state in self.states:
-                    state.update(self.written)
         self.settings = [*self.group.values()]
-        if len(self.states[0]) != self.size:
-            self.size = len(self.states[0])
-            names = [name for name, x in self.states[0].items() if isinstance(x, Tensor) and name not in self.written]
-            self.tensors_of, self.numbers_of = _entries(names), _entries([*self.written])
-            self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            self.listed = [*chain(*map(self.numbers_of, self.states))]
-            # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
-            here = _here(self.tensors)
-            self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]
+        if self.tensors:
+            return
+        if self.temperature > 0.0:
+            # 0-d tensors that are memory and again, which the kernel writes
+            self.written = dict(zip(_BEFORE, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
+            if not self.group["noise_kept"]:
+                names = _AGAIN[: 2 * self.linear.branches]
+                self.written |= dict(zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind()))
+            self.make_draws()
+        self.tensors = [*self.params]
+        for state in self.states:
+            state.update(self.written)
+            self.tensors += [x for name, x in state.items() if isinstance(x, Tensor) and name not in self.written]
+        # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
+        self.is_spread, here = any(map(is_dtensor, self.params)), _here(self.tensors)
+        self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]
 
     # the step by the kernel
 
@@ -217,9 +197,9 @@ class Leaves:
         """Whether the kernel can make this step; makes its call, if there is none yet.
 
         It cannot if the group asks for another implementation, if a tensor is not contiguous, not on a CPU or neither float32
-        nor float64, or if torch has not yet made the state, as it does in the first step.
+        nor float64, if this rank has a part of a leaf, or if torch has not yet made the state, as it does in the first step.
         """
-        if self.kind is None or dispatch_modes() or (self.job is None and not self._made_job()):
+        if self.layout[0] is None or dispatch_modes() or (self.job is None and not self._made_job()):
             return False
         self.gradients: list[Any] = [*map(gradient, self.params)]
         return self._is_fit(self.gradients)
@@ -229,25 +209,27 @@ class Leaves:
         return [*map(_FORM, tensors)] == self.forms and all(map(Tensor.is_contiguous, tensors))
 
     def _made_job(self) -> bool:
-        params, linear, direct = self.params, self.linear, self.linear.direct > 0.0
+        params, states, linear = self.params, self.states, self.linear
         like, self.forms = params[0], [*map(_FORM, params)]
         if like.dtype not in (torch.float32, torch.float64) or not like.is_cpu or not optimizer_cpu.has_kernel():
             return False
         self.is_settled = False  # a new job has no numbers yet
-        lists = [params, *([s.get(n) for s in self.states] if n else [] for n in (linear.velocity, linear.square))]
-        steps: list[Any] = [state.get("step") for state in self.states] if linear.square else []
-        # no entry of the state is made before torch has made its own
-        if not all([KINDS.issuperset(map(type, xs)) for xs in (*lists, steps)]):
+        lists = [params, *([s.get(n) for s in states] if n else [] for n in (linear.velocity, linear.square))]
+        steps: list[Any] = [state.get("step") for state in states] if linear.square else []
+        # no entry of the state is made before torch has made its own; the kernel draws whole leaves
+        if not all([KINDS.issuperset(map(type, xs)) for xs in (*lists, steps)]) or any(map(is_part, params)):
             return False
-        lists += [self.draws(0), self.draws(1) if direct else []]
+        self.make_draws()
+        direct = linear.direct > 0.0
+        lists += [[s[n] for s in states if n in s] if used else [] for n, used in zip(_DRAWS, (True, direct))]
         if not all([self._is_fit(xs) for xs in lists if xs]) or (steps and not Counter.can_count(steps)):
             return False
         draws = tuple(self.numbers), tuple([draw_number(n, 1) for n in self.numbers]) if direct else ()
         self.moved = [y for ys in (*lists, steps) for y in ys]
         self.counter = Counter(steps) if steps else None
-        assert self.kind is not None
         sizes = tuple([p.numel() for p in params])
-        self.job = Job(self.kind, like.dtype, sizes, lists, draws, (self.memory, self.again))
+        assert linear.kind is not None
+        self.job = Job(linear.kind, like.dtype, sizes, lists, draws, (self.memory, self.again))
         return True
 
     def move(self) -> None:
@@ -262,8 +244,10 @@ class Leaves:
         torch.autograd.graph.increment_version(self.moved)
         if self.counter is not None:
             self.counter.add()
-        self.repeats = job.run(self.gradients, group["noise_key"], group["noise_count"])
-        self.rests = False, linear.direct == 0.0
+        now = group["noise_key"], group["noise_count"]
+        self.repeats = job.run(self.gradients, *now)
+        branches = 2 if linear.direct > 0.0 else 1
+        self.again[: 2 * branches] = array("q", now * branches)
 
 
 # torch's step, and the noise by tensor operations
@@ -280,12 +264,9 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         work: the leaves that need more than torch's step.
         others: parameters that do not take part in this step.
     """
-    early, noises = (
-        list[Leaves](),
-        [(x, noise_of(x.linear, x.temperature, x.before)) for x in work if x.temperature > 0.0],
-    )
+    early = list[Leaves]()
+    noises = [(x, noise_of(x.linear, x.temperature, x.before)) for x in work if x.temperature > 0.0]
     for x, noise in noises:
-        x.rests = not (noise.current or noise.previous), not noise.direct
         name = x.linear.velocity or ""
         velocities = [local(v) for v in [state.get(name) for state in x.states] if v is not None]
         if velocities and noise.velocity_scale != 1.0:  # momentum and noise are of the rescaled velocity
@@ -311,58 +292,56 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         x.repeats, x.memory[:] = x.before == noise.before, array("d", noise.before or _NO_NUMBERS)
 
 
-class _Batch:
+class _Batch(NamedTuple):
     """Small leaves, or a block of a large one, whose tensors stay in cache and need little scratch memory.
 
     Attributes:
-        params, velocities, kept: of its leaves: parameters, velocities and last draws; empty if there are none.
-        elements: which elements of which draws they are.
+        params: the parameters.
+        state: by name the tensors of their state that have the shape of the parameter.
+        runs, numbers: which elements of which leaf in the random stream each of them is.
     """
 
-    def __init__(self, x: Leaves, branch: int, parts: Sequence[tuple[int, slice | None, Runs]]) -> None:
-        name, draws = x.linear.velocity if branch == 0 else None, x.draws(branch)
-        self.parts = [(x.states[k], cut) for k, cut, _ in parts]
-        self.params = [_cut(x.params[k], cut) for k, cut, _ in parts]
-        self.velocities = [_cut(state[name], cut) for state, cut in self.parts] if name else []
-        self.kept = [_cut(draws[k], cut) for k, cut, _ in parts] if draws else []
-        self.elements = parts_of_leaves(
-            tuple([runs for *_, runs in parts]), tuple([draw_number(x.numbers[k], branch) for k, *_ in parts])
-        )
+    params: list[Tensor]
+    state: dict[str, list[Tensor]]
+    runs: list[Runs]
+    numbers: list[int]
 
     def row_of(self, name: str) -> Tensor:
         """The elements of all leaves of a tensor of the state, as one vector."""
-        return torch.cat([_cut(state[name], cut).reshape(-1) for state, cut in self.parts])
+        return torch.cat([x.reshape(-1) for x in self.state[name]])
 
-    def draw(self, at: tuple[int, int]) -> list[Tensor]:
-        """The draws of a key and a count."""
+    def draw(self, branch: int, at: Sequence[int]) -> list[Tensor]:
+        """The draws of a branch, by their key and count."""
         like = self.params[0]
         key, count = (torch.full((), n, dtype=torch.int64, device=like.device) for n in at)
-        return [y.view(p.shape) for y, p in zip(draw_elements(key, count, self.elements, like.dtype), self.params)]
+        elements = parts_of_leaves(tuple(self.runs), tuple([draw_number(n, branch) for n in self.numbers]))
+        return [y.view(p.shape) for y, p in zip(draw_elements(key, count, elements, like.dtype), self.params)]
 
 
-def _batches(x: Leaves, branch: int) -> list[_Batch]:
+def _batches(x: Leaves) -> list[_Batch]:
     """Put small leaves together, and cut large ones that lie in one piece."""
     # on a GPU blocks need not fit a cache, and larger ones mean fewer kernel launches
     limit, room = BLOCK if x.params[0].is_cpu else 64 * BLOCK, 0
-    batches = list[list[Any]]()
-    for k, (p, state) in enumerate(zip(x.params, x.states)):
-        alike = _here([p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)])
-        n, runs = alike[0].numel(), elements_of(p)
+    batches = list[_Batch]()
+    for p, state, number in zip(x.params, x.states, x.numbers):
+        names = [name for name, y in state.items() if isinstance(y, Tensor) and y.shape == p.shape]
+        alike, runs = _here([p, *(state[name] for name in names)]), elements_of(p)
+        n = alike[0].numel()
         whole = n <= limit or len(runs) != 1 or not all([y.is_contiguous() for y in alike])
-        blocks = [runs] if whole else [((runs[0][0] + at, min(limit, n - at)),) for at in range(0, n, limit)]
-        for b, elements in enumerate(blocks):
-            if not batches or room < min(n, limit):  # a batch of several leaves is to need little memory for its draws
-                batches.append([])
+        most = max(n, 1) if whole else limit
+        for at in range(0, n, most):
+            size = min(most, n - at)
+            if not batches or room < size:  # a batch of several leaves is to need little memory for its draws
+                batches.append(_Batch([], {}, [], []))
                 room = BLOCK
-            batches[-1].append((k, None if whole else slice(b * limit, (b + 1) * limit), elements))
-            room -= min(n, limit)
-    return [_Batch(x, branch, parts) for parts in batches]
-
-
-def _entries(names: Sequence[str]) -> Callable[[Any], Sequence[Tensor]]:
-    """A function that reads these entries of a dictionary."""
-    names = [*names, *names] if len(names) == 1 else names  # of two names itemgetter makes a tuple
-    return itemgetter(*names) if names else lambda _: ()
+            params, *entries = alike if whole else [y.view(-1)[at : at + size] for y in alike]
+            batches[-1].params.append(params)
+            batches[-1].runs.append(runs if whole else ((runs[0][0] + at, size),))
+            batches[-1].numbers.append(number)
+            for name, y in zip(names, entries):
+                batches[-1].state.setdefault(name, []).append(y)
+            room -= size
+    return batches
 
 
 def _here(xs: Iterable[Any]) -> list[Tensor]:
@@ -370,34 +349,32 @@ def _here(xs: Iterable[Any]) -> list[Tensor]:
     return local_parts([x.detach() for x in xs])
 
 
-def _cut(x: Tensor, elements: slice | None) -> Tensor:
-    return local(x) if elements is None else local(x).view(-1)[elements]
-
-
 def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> None:
     """Add ``previous xi_{t-1} + current xi_t`` of one branch to parameters and velocities."""
-    if x.rests[branch]:
-        return
     step_size = (x.linear.step_size, x.linear.direct)[branch]
     factors = (noise.previous, noise.current) if branch == 0 else (noise.direct_previous, noise.direct)
+    if not any(factors):
+        return
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
             step = x.linear.step_size * max(noise.current, noise.direct)
             if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
                 step /= float(local(rule._denominator(x.group, x.learned, state.__getitem__)).float().mean().sqrt())
             checks.rounds_away(f"{rule._name}: a parameter", local(p), step, "keep float32 parameters and use autocast")
-    if branch not in x.batches:
-        x.batches[branch] = _batches(x, branch)
-    last, now = (x.again[2 * branch], x.again[2 * branch + 1]), (x.group["noise_key"], x.group["noise_count"])
-    for batch in x.batches[branch]:
-        params, velocities, roots = batch.params, batch.velocities, list[Tensor]()
+    if not x.batches:
+        x.make_draws()
+        x.batches = _batches(x)
+    last, now = x.again[2 * branch : 2 * branch + 2], (x.group["noise_key"], x.group["noise_count"])
+    for batch in x.batches:
+        params, kept, roots = batch.params, batch.state.get(_DRAWS[branch], []), list[Tensor]()
+        velocities = batch.state.get(x.linear.velocity or "", []) if branch == 0 else []
         if rule.adaptive:
             row = rule._denominator(x.group, x.learned, batch.row_of)
             roots = [r.view(p.shape) for r, p in zip(row.sqrt_().split([p.numel() for p in params]), params)]
         for size, at in zip(factors, (last, now)):
-            if at is last and not (size and (batch.kept or last[1] >= 0)):
+            if at is last and not (size and (kept or last[1] >= 0)):
                 continue
-            draws = batch.kept if at is last and batch.kept else batch.draw(at)
+            draws = kept if at is last and kept else batch.draw(branch, at)
             if early:
                 foreach_add_(velocities, draws, alpha=size / x.linear.momentum)
             elif not roots:
@@ -409,8 +386,9 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
                     (foreach_addcdiv_ if rule.averages_scaled else foreach_addcmul_)(
                         velocities, draws, roots, value=size
                     )
-            if at is now and batch.kept:
-                foreach_copy_(batch.kept, draws)
+            if at is now and kept:
+                foreach_copy_(kept, draws)
+    x.again[2 * branch : 2 * branch + 2] = array("q", now)
 
 
 def _move_frozen(rule: Any, x: Leaves) -> None:
@@ -435,33 +413,28 @@ def _move_frozen(rule: Any, x: Leaves) -> None:
         rule._count_update(state, group)
 
 
-def last_step(state: dict[str, Any]) -> tuple[float, ...]:
-    """Read the numbers of the last step that drew noise from a leaf's state entry, NaN if nothing was drawn yet.
+def remembered(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Read from a leaf's state the numbers of the last step that drew noise, and key and count of draws that are made again.
+
+    Returns:
+        The numbers in the order of :class:`Before`, NaN if nothing was drawn yet; for each branch key and count, -1 if there
+        was no draw, or if draws are kept.
 
     Raises:
-        ValueError: the entry has a draw, and lacks a number.
+        ValueError: the state has a draw, and lacks a number; the last draw was kept and is to be made again, or the other way
+            round.
     """
-    if "noise" not in state and "noise_at" not in state:
-        return _NO_NUMBERS
-    if lost := [name for name in _BEFORE if name not in state]:
+    kept, was_kept, was_not = group["noise_kept"], "noise" in state, state.get("noise_at", -1) >= 0
+    if (was_kept or "noise_at" in state) and (lost := [name for name in _BEFORE if name not in state]):
         raise ValueError(
             f"bc.optim: optimizer.state[p] has a last draw but no {lost[0]}, without which no noise matches it; delete 'noise' "
             "and 'noise_direct' from it to go on from its parameters and velocities"
         )
-    before = tuple([float(state[name]) for name in _BEFORE])
-    return _NO_NUMBERS if math.isnan(before[0]) else before
-
-
-def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[int, ...]:
-    """Read key and count of the last draw, for each branch; -1 if there was none, or if draws are kept.
-
-    Raises:
-        ValueError: the last draw was kept and is to be made again, or the other way round.
-    """
-    kept = group.get("noise_kept", True)
-    if state.get("noise_at", -1) >= 0 if kept else "noise" in state:
+    if was_not if kept else was_kept:
         raise ValueError(
             f"bc.optim: keep_draws (group['noise_kept']) was {not kept} at the last draw and is {kept} now, so that this draw "
             "would be lost; set it back, or make a step at temperature 0 first, which forgets the draw"
         )
-    return _NEVER if kept else tuple([int(state.get(name, -1)) for name in _AGAIN])
+    before = tuple([float(state.get(name, math.nan)) for name in _BEFORE]) if was_kept or was_not else _NO_NUMBERS
+    last = _NEVER if kept else tuple([int(state.get(name, -1)) for name in _AGAIN])
+    return _NO_NUMBERS if math.isnan(before[0]) else before, last

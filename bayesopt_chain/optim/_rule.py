@@ -30,6 +30,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bayesopt_chain.matching import law
+from bayesopt_chain.matching.filters import pick
 
 
 class Before(NamedTuple):
@@ -124,46 +125,34 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         (0.5, 0.5, 1.0)
     """
     step_size, momentum, gain, direct, shrink = linear[:5]
+    last: Any = before
     if (rate := step_size * gain) > 0.0:
-        now = law.level(rate, momentum, temperature, momentum * shrink / rate)
-        noise = _momentum_branch(now, gain, before)
-    elif before is not None and momentum:
+        now, own, scale = law.level(rate, momentum, temperature, momentum * shrink / rate), momentum, 1.0
+        if last is not None:
+            # after a step of momentum 0 the buffer is of an older step and has no part in the motion
+            own = momentum * last.gain / gain if last.momentum else 0.0
+        k = law.scheduled_noise(now, last or now, last.surplus if last else 0.0, own, where=pick)
+        if last is not None and momentum and not (last.momentum and k.velocity == own):
+            scale = k.velocity * gain / (momentum * last.gain)
+        after = Before(*now, gain, k.surplus)
+        noise = Noise(gain * k.previous if last else 0.0, gain * k.current, scale, before=after)
+    elif last is not None and momentum:
         # A step of rate 0 does not move the parameter. The velocity still gets the noise that the last step left to it. The
         # next step owes nothing to the last draw (half = 0) and reverses the velocity (momentum = -1).
-        last: Any = before
-        k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, before.momentum, where=_pick)
-        after = before._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
-        scale = before.momentum * gain / (momentum * before.gain)
+        k = law.scheduled_noise(last._replace(half=0.0), last, last.surplus, last.momentum, where=pick)
+        after = last._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
+        scale = last.momentum * gain / (momentum * last.gain)
         noise = Noise(gain * k.previous, gain * k.current, scale, before=after)
     else:  # with neither a rate nor a draw there is no noise, and nothing to remember
         noise = Noise(before=before)
     if direct > 0.0 and noise.before is not None:
         # the direct branch is one of momentum 0 with the rate h_1
-        now = then = law.level(direct, 0.0, temperature)
-        goes_on = before is not None and before.direct_half
-        if goes_on and before:
-            then = law.Level(before.temperature, before.direct_half, before.direct_half, 0.0)
-        k = law.scheduled_noise(now, then, before.direct_surplus if goes_on and before else 0.0, 0.0, where=_pick)
+        now, surplus, goes_on = law.level(direct, 0.0, temperature), 0.0, False
+        then = now
+        if last is not None and last.direct_half > 0.0:
+            then = law.Level(last.temperature, last.direct_half, last.direct_half, 0.0)
+            surplus, goes_on = last.direct_surplus, True
+        k = law.scheduled_noise(now, then, surplus, 0.0, where=pick)
         after = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
         noise = noise._replace(direct=k.current, direct_previous=k.previous if goes_on else 0.0, before=after)
     return noise
-
-
-def _momentum_branch(now: law.Level, b: float, before: Any) -> Noise:
-    """The noise of the momentum branch for a step of positive rate ``h b``."""
-    mu, scale = now.momentum, 1.0
-    if before is None:
-        current, previous, _, surplus = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
-        previous = 0.0
-    else:
-        # after a step of momentum 0 the buffer is of an older step and has no part in the motion
-        own = mu * before.gain / b if before.momentum else 0.0
-        current, previous, velocity, surplus = law.scheduled_noise(now, before, before.surplus, own, where=_pick)
-        if mu and not (before.momentum and velocity == own):
-            scale = velocity * b / (mu * before.gain)
-    return Noise(b * previous, b * current, scale, before=Before(*now, b, surplus))
-
-
-def _pick(condition: bool, x: float, y: float) -> float:
-    """Select one of two numbers, as ``torch.where`` does for tensors."""
-    return x if condition else y

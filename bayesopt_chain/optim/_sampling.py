@@ -38,55 +38,17 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, local, uncompiled
 from bayesopt_chain.diagnostics._response import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard, Leaf
-from bayesopt_chain.distributed.parts import is_part
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._leaves import (
-    NUMBERS,
-    REMEMBERED,
-    Leaves,
-    gradient,
-    last_draws,
-    last_step,
-    step_by_operations,
-)
+from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
-from bayesopt_chain.trees import are_same, are_spread
+from bayesopt_chain.trees import are_same
 
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
-
-
-class Cache:
-    """Results computed from the parameters of an optimizer. They are never saved, and a change of the groups discards them.
-
-    Attributes:
-        names: the names of all parameters.
-        numbers: for each group, the numbers of its parameters in the random stream; ``None`` until they are needed.
-        is_spread: whether any tensor is a DTensor or a part of a leaf, of which this rank holds some elements.
-        work: the leaves of the last step that need more than torch's; ``None`` before the first step, and after a step that
-            raised.
-        objects, kinds: what :attr:`work` was made for: groups, parameters and entries of the state, and the types of the
-            gradients.
-        noisy: those of :attr:`work` that get noise.
-        groups, others: groups of which a leaf gets noise, and all others with their temperatures.
-        is_whole: whether :attr:`work` has all parameters with a gradient.
-    """
-
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-        self.numbers: list[list[int]] | None = None
-        self.is_spread = False
-        self.work: list[Leaves] | None = None
-        self.objects: list[Any] = []
-        self.kinds: list[type] = []
-        self.noisy: list[Leaves] = []
-        self.is_whole = False
-        self.groups: list[dict[str, Any]] = []
-        self.others: list[tuple[dict[str, Any], float]] = []
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
@@ -115,7 +77,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
     _noise_defaults: Mapping[str, Any] = MappingProxyType({})
     heat_guard: HeatGuard | None = None
-    _cache: Cache
+
+    # discarded where the groups change: the leaves that needed more than torch's step in the last one, None after a step that
+    # raised; the objects and kinds of which they were listed; and of each group the parameters' numbers in the random stream
+    _work: list[Leaves] | None = None
+    _objects: list[Any]
+    _kinds: list[Any]
+    _numbers: list[list[int]] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
@@ -177,15 +145,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         # where gradients are infinite, torch's fused kernel would leave out its own step, but not the noise: GradScaler is to
         # look at them, and to unscale them, which gives the same bits
         self._step_supports_amp_scaling = False
-        hot = [group for group in self.param_groups if self._temperature(group) > 0.0]
-        if hot or generator is not None:  # the generator is not kept until the temperature is raised
+        if self._has_noise() or generator is not None:  # the generator is not kept until the temperature is raised
             self._draw_key(generator, "give it")
-        for group in hot:
+        for index, (group, temperature) in enumerate(zip(self.param_groups, self._temperatures())):
             # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
-            if begun := [p for p in group["params"] if p in self.state]:
-                x = Leaves(group, self._counts(self.state[begun[0]]))
+            begun = [p for p in group["params"] if p in self.state]
+            if begun and temperature > 0.0:
+                x = Leaves(group, index, self._counts(self.state[begun[0]]))
                 x.params, x.states = begun, [self.state[p] for p in begun]
-                x.read(self)
+                x.read(self, temperature)
                 x.remember()
 
     # groups and state
@@ -212,10 +180,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         # torch fills a group with the defaults, which its constructor made of its own arguments only
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
-        self._temperature({**self.defaults, **param_group})
+        _checks.temperature_of(self._name, {**self.defaults, **param_group}, self.refusal)
         with _checks.with_call(f"{self._name}.add_param_group", param_group=...):
             super().add_param_group(param_group)
-        self._cache = Cache()
+        self._work = self._numbers = None
 
     def _draw_key(
         self,
@@ -243,12 +211,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
-        self._cache = Cache()
+        self._work = self._numbers = None
         for group, mine in zip(self.param_groups, before):  # a state dict of torch's class lacks some entries
             group.update({name: mine[name] for name in self.own_options if name in mine} | group)
 
+    def _temperatures(self) -> list[float]:
+        """Return the temperature of each group, and check the options of those where it is above 0."""
+        return [_checks.temperature_of(self._name, group, self.refusal) for group in self.param_groups]
+
     def _has_noise(self) -> bool:
-        return any([_checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
+        return any(self._temperatures())
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
         """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.doctor`.
@@ -267,8 +239,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             0.5
         """
         out: dict[str, ThermalLeaf] = {}
-        for group in self.param_groups:
-            temperature = _checks.temperature_of(self._name, group)
+        for group, temperature in zip(self.param_groups, self._temperatures()):
             if temperature == 0.0:
                 continue
             if "param_names" not in group:
@@ -330,59 +301,50 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(heat_leaves, self))
-        cache = self._cache
-        if cache.numbers is None:
-            self._leaf_numbers()
-            if self.heat_guard is not None and are_spread([group["params"] for group in self.param_groups]):
-                _warn_left_out(
-                    self,
-                    "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run "
-                    "the loop in one process with it first",
-                )
-        work = cache.work  # the leaves of the last step, if they still hold
-        cache.work = None  # a step that raises leaves none
-        params = [*chain.from_iterable(map(_params, self.param_groups))]
-        objects, kinds = [*self.param_groups, *params, *self.state.values()], [*map(type, map(gradient, params))]
-        holds = work is not None and kinds == cache.kinds and are_same(objects, cache.objects)
-        holds = holds and not any([self._temperature(group) != t for group, t in cache.others])
-        if work is None or not (holds and all([x.holds(self) for x in work])):
-            work, cache.objects, cache.kinds = self._planned(), [], kinds
-            cache.noisy = [x for x in work if x.temperature > 0.0]
-            hot = {id(x.group): x.group for x in cache.noisy}
-            cache.groups = [*hot.values()]
-            cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in hot]
-            cache.is_whole = sum([len(x.params) for x in work]) == len(kinds) - kinds.count(NoneType)
-        noisy = cache.noisy
+        temperatures, params = self._temperatures(), [*chain.from_iterable(map(_params, self.param_groups))]
+        objects = self._held(params)
+        kinds = [*map(type, map(gradient, params)), *[temperature > 0.0 for temperature in temperatures]]
+        work, self._work = self._work, None  # a step that raises leaves none
+        holds = work is not None and kinds == self._kinds and are_same(objects, self._objects)
+        if work is None or not (holds and all([x.holds(self, temperatures[x.index]) for x in work])):
+            holds, work = False, self._planned(temperatures)
+        noisy = [x for x in work if x.temperature > 0.0]
         witness = self._witness if noisy and dist.is_available() and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(noisy), local(noisy[0].params[0]))
         by_kernel = [x for x in work if x.has_job()]
-        if len(by_kernel) < len(work) or not cache.is_whole:
+        moved = [p for x in by_kernel for p in x.params]
+        if len(moved) < len(params) - kinds.count(NoneType):  # others have a gradient, too
             with torch.no_grad():
-                moved = [p for x in by_kernel for p in x.params]
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
             x.move()
-        for group in cache.groups:
-            group["noise_count"] += 1
+        for index in {x.index for x in noisy}:
+            self.param_groups[index]["noise_count"] += 1
         for x in work:
             x.remember()
-        if not cache.objects:  # the first step makes entries of the state
-            cache.objects = [*self.param_groups, *params, *self.state.values()]
         if witness is not None:
             witness.stepped(local(noisy[0].params[0]))
-        cache.work = work
+        if not holds:  # the step may have made entries of the state
+            self._objects, self._kinds = self._held(params), kinds
+        self._work = work
 
-    def _planned(self) -> list[Leaves]:
+    def _held(self, params: list[Any]) -> list[Any]:
+        """List the objects that the leaves of a step were made of: groups, parameters and all entries of the state."""
+        return [*self.param_groups, *params, *chain.from_iterable(map(dict.values, self.state.values()))]
+
+    def _planned(self, temperatures: list[float]) -> list[Leaves]:
         """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
+
+        Args:
+            temperatures: of the groups.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
         alike: dict[tuple[object, ...], Leaves] = {}
-        temperatures = [*map(self._temperature, self.param_groups)]
-        for group, numbers, temperature in zip(self.param_groups, self._leaf_numbers(), temperatures):
-            is_noisy = temperature > 0.0
+        for index, (group, numbers) in enumerate(zip(self.param_groups, self._leaf_numbers())):
+            is_noisy = temperatures[index] > 0.0
             if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
                 raise ValueError(
                     f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and "
@@ -401,40 +363,28 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 _checks.check_state(self._name, p, state, self.numbers)
                 if is_noisy:
                     _checks.check_leaf(self._name, p, group)
-                counts, before = self._counts(state), last_step(state)
-                last = last_draws(group, state)
-                x = alike.setdefault(
-                    (id(group), counts, before, p.dtype, p.device, last), Leaves(group, counts, before, last)
-                )
+                numbered = index, self._counts(state), *remembered(group, state)
+                x = alike.setdefault((*numbered, p.dtype, p.device), Leaves(group, *numbered))
                 x.params.append(p)
                 x.states.append(state)
                 x.numbers.append(number)
         for x in alike.values():
-            x.layout = x.read(self)
+            x.layout = x.read(self, temperatures[x.index])
         if any([x.temperature > 0.0 for x in alike.values()]):
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
-            _checks.check_memory(self._name, self._cache.names, params)
+            _checks.check_memory(self._name, self._names(), params)
         return [*alike.values()]
-
-    def _temperature(self, group: dict[str, Any]) -> float:
-        """Return the temperature of a group, and check the options of the group if it is above 0."""
-        temperature = _checks.temperature_of(self._name, group)
-        if temperature > 0.0:
-            _checks.check_group(self._name, group, self.refusal)
-        return temperature
 
     def _leaf_numbers(self) -> list[list[int]]:
         """Return, for each group, the numbers of its parameters in the random stream, which are hashes of their names."""
-        cache = self._cache
-        if cache.numbers is None:
-            cache.names, cache.is_spread = self._names(), any(map(is_part, self._all_params()))
-            numbers = iter(leaf_numbers(cache.names))
-            cache.numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
-        return cache.numbers
+        if self._numbers is None:
+            numbers = iter(leaf_numbers(self._names()))
+            self._numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
+        return self._numbers
 
     def _claims(self, noisy: list[Leaves]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
-        names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
+        names = dict(zip(chain.from_iterable(self._leaf_numbers()), self._names()))
         return [claim(names[n], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
 
     # what a subclass says of torch's step
@@ -481,18 +431,12 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
     )
 
 
-def _warn_left_out(rule: Any, what: str) -> None:
-    """Warn that the heat guard does not look at some gradients; called once for an optimizer.
-
-    Args:
-        rule: the optimizer.
-        what: these gradients, the reason, and what to do instead.
-    """
-    if rule._has_noise():
-        checks.warn(
-            f"{rule._name}: the heat guard does not look at {what}, or ask bc.diagnostics.heating; heat_guard=None silences "
-            "this"
-        )
+_ASK = "or ask bc.diagnostics.heating; heat_guard=None silences this"
+_SPREAD = (
+    "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run the loop in one "
+    f"process with it first, {_ASK}"
+)
+_SPARSE = f"sparse gradients, as those of Embedding(sparse=True). Run the loop with sparse=False first, {_ASK}"
 
 
 def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
@@ -510,25 +454,21 @@ def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
             all of them.
     """
     wanted = frozenset(keys)
-    for group in rule.param_groups:
-        temperature = _checks.temperature_of(rule._name, group)
-        if temperature == 0.0:
-            continue
+    for group, temperature in zip(rule.param_groups, rule._temperatures()):
         lr, linear, effective, first = float(group["lr"]), None, 0.0, 0.0
         sign = -1.0 if group.get("maximize") else 1.0
-        for p in group["params"]:
+        for p in group["params"] if temperature > 0.0 else ():
             g, state, root = p.grad, rule.state.get(p, {}), sign
-            # of a DTensor no rank has the whole gradient, and an adaptive rule makes its preconditioner in the first step
-            is_read = not is_dtensor(g) and (not rule.adaptive or "step" in state)
-            if g is None or not (id(p) in wanted if wanted else is_read):
+            if g is None or (wanted and id(p) not in wanted):
                 continue
-            if g.layout is not torch.strided:
+            if is_dtensor(g) or g.layout is not torch.strided:
                 if not rule.heat_guard.has_left_out:
-                    rule.heat_guard.has_left_out = True
-                    _warn_left_out(
-                        rule,
-                        "sparse gradients, as those of Embedding(sparse=True). Run the loop with sparse=False first",
+                    checks.warn(
+                        f"{rule._name}: the heat guard does not look at {_SPREAD if is_dtensor(g) else _SPARSE}"
                     )
+                rule.heat_guard.has_left_out = True
+                continue
+            if rule.adaptive and "step" not in state:  # it makes its preconditioner in the first step
                 continue
             if linear is None or not wanted:
                 counts = rule._counts(state)

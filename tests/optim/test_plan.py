@@ -36,10 +36,10 @@ def walk(
         for p in params:
             p.grad = 0.1 * p.detach() + step
         change(step, optimizer, params)
-        optimizer._cache.work = optimizer._cache.work if keep else None
+        optimizer._work = optimizer._work if keep else None
         with mock.patch.object(Job, "run", autospec=True, side_effect=Job.run) as kernel:
             optimizer.step()
-        plans.append(optimizer._cache.work)
+        plans.append(optimizer._work)
         calls.append(kernel.call_count)
     states = [optimizer.state.get(p, {}) for p in params]
     tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
@@ -226,7 +226,7 @@ def test_autograd_knows_that_the_one_pass_has_changed_the_parameters():
         loss = theta.square().sum()
         theta.grad = torch.ones(4)
         optimizer.step()
-    assert all([x.job is not None for x in optimizer._cache.work or [None]])
+    assert all([x.job is not None for x in optimizer._work or [None]])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
