@@ -9,9 +9,9 @@ into the model, the optimizer and the scheduler first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain, repeat
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -25,7 +25,7 @@ from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.random.stream import new_key, seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
-from bayesopt_chain.trees import are_spread, require_like
+from bayesopt_chain.trees import are_spread, named_leaves, require_like
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 
@@ -116,14 +116,14 @@ class ModelStep:
 
         Both are read anew after every step: a module may replace a buffer, and ``model.to`` the memory of parameters.
         """
-        out = {
-            "optimizer": _to_tensors(self.optimizer.state_dict()),
-            "buffers": {name: b.detach() for name, b in self._module.named_buffers()},
-            "step": _to_tensors({"key": self._key, "count": self._count}),
-        }
-        if self.scheduler is not None:
-            out["scheduler"] = _to_tensors(self.scheduler.state_dict())
-        return {name: p.detach() for name, p in self._named.items()}, out
+        buffers = {name: b.detach() for name, b in self._module.named_buffers()}
+        state = {**_to_tensors(self._described()), "buffers": buffers}
+        return {name: p.detach() for name, p in self._named.items()}, state
+
+    def _described(self) -> dict[str, Any]:
+        """Return what a step depends on besides parameters, buffers and batch."""
+        out = {"optimizer": self.optimizer.state_dict(), "step": {"key": self._key, "count": self._count}}
+        return out if self.scheduler is None else {**out, "scheduler": self.scheduler.state_dict()}
 
     @torch.no_grad()
     def _load(self, params: Any, state: Any) -> None:
@@ -143,16 +143,16 @@ class ModelStep:
         if state is not self.state:
             buffers = dict(self._module.named_buffers())
             require_like(dict(state["buffers"]), buffers, "as_step: the buffers of state")
-            saved = _from_tensors(state["optimizer"], self.optimizer.state_dict())
-            # torch numbers parameters by integers, and _to_tensors writes all keys as strings
-            saved["state"] = {int(k): v for k, v in saved["state"].items()}
-            self.optimizer.load_state_dict(saved)
+            saved = _with_numbers({name: x for name, x in state.items() if name != "buffers"})
+            # torch numbers parameters by integers, and paths are text; an optimizer makes its state in its first step
+            entries = {int(i): entry for i, entry in saved["optimizer"].pop("state", {}).items()}
+            mine = _filled(self._described(), saved)
+            self.optimizer.load_state_dict({**mine["optimizer"], "state": entries})
             for name, value in state["buffers"].items():
                 buffers[name].copy_(value)
-            position = _from_tensors(state["step"])
-            self._key, self._count = position["key"], position["count"]
+            self._key, self._count = mine["step"]["key"], mine["step"]["count"]
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(_from_tensors(state["scheduler"], self.scheduler.state_dict()))
+                self.scheduler.load_state_dict(mine["scheduler"])
 
 
 @checks.takes(
@@ -225,17 +225,15 @@ def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
 
 
 def _to_tensors(x: Any) -> Any:
-    """Write nested dictionaries and lists as dictionaries that hold tensors only.
+    """Write a tree as nested dictionaries that hold tensors only, with keys as in the paths of its leaves.
 
-    A number becomes ``{"number": 0-d tensor}``, and a list ``{"[0]": ..., "[1]": ...}``. What cannot be written so, such as a
-    string or a list of strings, becomes ``None``, and is left out of dictionaries.
+    A number becomes ``{"number": 0-d tensor}``, and what is neither, such as a string, ``None``, which dictionaries leave out.
     """
+    if isinstance(x, (list, tuple)):
+        x = dict(enumerate(x))
     if isinstance(x, dict):
         written = {str(k): _to_tensors(v) for k, v in x.items()}
         return {k: v for k, v in written.items() if v is not None}
-    if isinstance(x, (list, tuple)):
-        items = {f"[{i}]": _to_tensors(v) for i, v in enumerate(x)}
-        return None if None in items.values() else items
     if torch.is_tensor(x):
         return x.detach()
     if isinstance(x, (bool, int, float)):
@@ -243,25 +241,16 @@ def _to_tensors(x: Any) -> Any:
     return None
 
 
-def _from_tensors(saved: Any, like: Any = None) -> Any:
-    """Invert :func:`_to_tensors`.
+def _with_numbers(saved: Any) -> Any:
+    """Return what :func:`_to_tensors` wrote, with numbers again."""
+    return optree.tree_map(lambda x: x["number"].item() if _is_number(x) else x, saved, is_leaf=_is_number)
 
-    Args:
-        saved: the result of :func:`_to_tensors`.
-        like: a value of the same structure, if there is one. It tells lists from tuples, and provides the entries that
-            :func:`_to_tensors` left out.
 
-    Returns:
-        The nested dictionaries, lists, tensors and numbers that :func:`_to_tensors` was given.
-    """
-    if isinstance(saved, dict) and saved.keys() == {"number"}:
-        return saved["number"].item()
-    if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
-        mine = chain(like if isinstance(like, (list, tuple)) else (), repeat(None))
-        items = [_from_tensors(saved[f"[{i}]"], x) for i, x in zip(range(len(saved)), mine)]
-        return items if isinstance(like, list) else tuple(items)
-    if isinstance(saved, dict):
-        mine = like if isinstance(like, dict) else {}
-        names = {str(k): k for k in mine}
-        return {**mine, **{names.get(k, k): _from_tensors(v, mine.get(names.get(k, k))) for k, v in saved.items()}}
-    return saved
+def _is_number(x: Any) -> bool:
+    return isinstance(x, dict) and x.keys() == {"number"}
+
+
+def _filled(like: Any, saved: Any) -> Any:
+    """Return a tree with the entries that were saved in the place of its own, by their paths."""
+    entries, structure = named_leaves(saved), optree.tree_structure(like, none_is_leaf=True)
+    return structure.unflatten([entries.get(name, x) for name, x in named_leaves(like).items()])
