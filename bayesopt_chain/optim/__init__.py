@@ -6,11 +6,27 @@ defaults of these two samplers. :class:`Optimizer` runs any chain of this librar
 :func:`as_step` turns a model and an optimizer into a step for the loops of this library.
 """
 
-from bayesopt_chain.optim.adaptive import Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 from bayesopt_chain.optim.chain_optimizer import Optimizer
+from bayesopt_chain.optim.classes import (
+    ASGD,
+    LBFGS,
+    SGD,
+    SGHMC,
+    SGLD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from bayesopt_chain.optim.ivon import IVON
-from bayesopt_chain.optim.refused import ASGD, LBFGS, Adadelta, Adafactor, Muon, Rprop, SparseAdam
-from bayesopt_chain.optim.sgd import SGD, SGHMC, SGLD
 from bayesopt_chain.optim.step import as_step
 
 __all__ = [

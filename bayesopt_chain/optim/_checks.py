@@ -9,7 +9,6 @@ afterwards get the call in front:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -21,7 +20,6 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.optim._rule import Linear
 
 # bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
 LARGEST = 1e15
@@ -49,6 +47,19 @@ _PARAMS = checks.Kind(
 )
 _KINDS = {
     "params": _PARAMS,
+    "param_group": checks.Kind(
+        lambda x: isinstance(x, Mapping) and isinstance(x.get("params"), (Tensor, Sequence, Iterator)),
+        "a dictionary with 'params', a parameter or a list of them",
+    ),
+    "state_dict": checks.Kind(
+        lambda x: (
+            isinstance(x, Mapping)
+            and "state" in x
+            and isinstance(x.get("param_groups"), Sequence)
+            and all(isinstance(group, Mapping) for group in x["param_groups"])
+        ),
+        "what state_dict() of an optimizer returns, with 'state' and 'param_groups'",
+    ),
     "generator": checks.GENERATOR,
     "betas": checks.Kind(lambda x: _are_real(x) and len(x) in (2, 3), "a tuple of real numbers"),
     "etas": PAIR,
@@ -88,18 +99,27 @@ _KINDS = {
     "ns_coefficients": checks.Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
     "make_chain": checks.FUNCTION,
     "closure": checks.FUNCTION,
-    "beta2_decay": NUMBER,
+    **dict.fromkeys(
+        (
+            "temperature",
+            "lr",
+            "momentum",
+            "dampening",
+            "weight_decay",
+            "rho",
+            "lambd",
+            "t0",
+            "lr_decay",
+            "d",
+            "beta2_decay",
+        ),
+        NUMBER,
+    ),
+    **dict.fromkeys(("initial_accumulator_value", "momentum_decay", "tolerance_grad", "tolerance_change"), NUMBER),
+    **dict.fromkeys(("maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws"), checks.BOOL),
+    **dict.fromkeys(("centered", "decoupled_weight_decay", "rescale_lr"), checks.BOOL),
+    **dict.fromkeys(("foreach", "fused"), checks.BOOL.or_none()),
 }
-_NUMBERS = (
-    "temperature", "lr", "momentum", "dampening", "weight_decay", "rho", "lambd", "t0", "lr_decay", "d",
-    "initial_accumulator_value", "momentum_decay", "tolerance_grad", "tolerance_change",
-)  # fmt: skip
-_FLAGS = (
-    "maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws", "centered",
-    "decoupled_weight_decay", "rescale_lr",
-)  # fmt: skip
-_KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, checks.BOOL)}
-_KINDS |= dict.fromkeys(("foreach", "fused"), checks.BOOL.or_none())
 
 
 def require(who: str, given: Mapping[str, Any]) -> None:
@@ -116,33 +136,6 @@ def require(who: str, given: Mapping[str, Any]) -> None:
         own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # an entry as "RMSprop.alpha" goes first
         if (kind := _KINDS.get(own, _KINDS.get(name))) is not None:
             checks.require(who, **{name: (value, kind)})
-
-
-def require_group(who: str, group: Any) -> None:
-    """Check that ``group`` is a group of parameters, and check its options.
-
-    Raises:
-        TypeError, ValueError: the message names ``param_group``, or the option.
-    """
-    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (Tensor, Sequence, Iterator)):
-        raise TypeError(
-            f"{who}: param_group must be a dictionary with 'params', a parameter or a list of them, got {checks.short(group)}"
-        )
-    require(who, {name: value for name, value in group.items() if name != "params"})
-
-
-def require_state_dict(who: str, state_dict: Any) -> None:
-    """Check that ``state_dict`` is a state dict of an optimizer.
-
-    Raises:
-        TypeError: it is not.
-    """
-    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) for g in groups) or "state" not in state_dict:
-        raise TypeError(
-            f"{who}: state_dict must be what state_dict() of an optimizer returns, with 'state' and 'param_groups', got "
-            f"{checks.short(state_dict)}"
-        )
 
 
 @contextmanager
@@ -166,39 +159,6 @@ def with_call(who: str, /, **given: Any) -> Iterator[None]:
         kind = err if isinstance(err, (TypeError, ValueError)) else ValueError()
         shown = [name if value is ... else f"{name}={checks.short(value)}" for name, value in given.items()]
         raise type(kind)(f"{who}({', '.join(shown)}): {err}") from err
-
-
-def temperature_of(who: str, group: dict[str, Any], refusal: str | None) -> float:
-    """Read a group's temperature, a number or a tensor of one element; where it is above 0, check the options of the group.
-
-    Args:
-        who: the name of the optimizer in messages.
-        group: the group.
-        refusal: the reason why no noise is known for the class; ``None`` if noise is known.
-
-    Raises:
-        ValueError: the temperature is negative, infinite or NaN, or a tensor that requires grad; it is above 0, and no noise is
-            known for the class or for an option, which the message names.
-    """
-    temperature = group["temperature"]
-    if isinstance(temperature, Tensor) and temperature.requires_grad:
-        raise ValueError(f"{who}: temperature requires grad, which a step does not carry; detach it")
-    value = float(temperature)
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{who}: temperature must be non-negative and finite, got {temperature!r}")
-    if value and refusal is not None:
-        raise ValueError(f"{who}: no temperature above 0: {refusal}")
-    if value and group.get("capturable"):
-        raise ValueError(
-            f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
-            "Set capturable=False, or use bc.make_step with bc.capture"
-        )
-    if value and group.get("differentiable"):
-        raise ValueError(
-            f"{who}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
-            "bc.make_step (and bc.meta); leave it out, or set temperature=0"
-        )
-    return value
 
 
 def momentum_of(who: str, value: Any, what: str) -> float:
@@ -269,23 +229,4 @@ def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]
         raise ValueError(
             f"{who}: parameters {first} and {second} share memory, so that at temperature > 0 it would get the noise of both; "
             "tie weights by one Parameter (b.weight = a.weight), which is given to the optimizer once"
-        )
-
-
-def check_linear(who: str, linear: Linear, last: float) -> None:
-    """Check the numbers of a step.
-
-    Args:
-        who: the name of the optimizer in messages.
-        linear: the numbers.
-        last: the momentum of the last step that drew noise, NaN before the first one.
-
-    Raises:
-        ValueError: a step size is negative, infinite or NaN, or a momentum falls to 0.
-    """
-    if not linear.momentum and abs(last) > 0.0:
-        raise ValueError(f"{who}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0")
-    if not (0.0 <= linear.step_size < math.inf and 0.0 <= linear.direct < math.inf):
-        raise ValueError(
-            f"{who}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"
         )

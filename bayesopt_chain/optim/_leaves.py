@@ -50,7 +50,7 @@ from bayesopt_chain._torch import (
 from bayesopt_chain.distributed.parts import elements_of, is_part
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
-from bayesopt_chain.optim._checks import KINDS, check_linear
+from bayesopt_chain.optim._checks import KINDS
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
@@ -77,8 +77,7 @@ class Leaves:
     """Leaves of one group, dtype and device whose step has equal numbers.
 
     Attributes:
-        group, index: their parameter group, and its number.
-        settings: the values of the group at the end of the last step.
+        group, settings: their parameter group, and its values at the end of the last step.
         counts: what ``rule._counts`` reads from their state.
         memory: the numbers of the last step that drew noise, in the order of :class:`Before`, NaN before the first one.
         again: for each branch key and count of the last draw, from which it is made again where it is not kept.
@@ -88,8 +87,7 @@ class Leaves:
         layout: what has to stay the same for the job and the batches to hold.
         repeats: whether this step left :attr:`memory` as it was.
         learned: the number of the last update in which the denominator learned; 0 without a denominator.
-        is_frozen: whether it no longer learns.
-        job: the call of the kernel; ``None`` until a step makes it.
+        job: the :class:`Job` of the kernel; ``None`` until a step makes it.
         batches: the leaves in batches for tensor operations; empty until a step makes them.
         tensors: the parameters and the tensors of their state, but for the 0-d ones in :attr:`written`.
         written: by name the 0-d tensors of the state that are :attr:`memory` and :attr:`again`.
@@ -98,17 +96,16 @@ class Leaves:
     settings: list[Any]
     linear: Linear
     temperature: float
-    layout: tuple[object, ...]
+    layout: tuple[Any, ...]
 
     def __init__(
         self,
         group: dict[str, Any],
-        index: int,
         counts: tuple[float, ...],
         before: Sequence[float] = _NO_NUMBERS,
         last: Sequence[int] = _NEVER,
     ) -> None:
-        self.group, self.index, self.counts = group, index, counts
+        self.group, self.counts = group, counts
         self.memory, self.again = array("d", before), array("q", last)
         self.params: list[Any] = []
         self.states: list[dict[str, Any]] = []
@@ -116,42 +113,49 @@ class Leaves:
         self.batches: list[_Batch] = []
         self.tensors: list[Any] = []
         self.written: dict[str, Tensor] = {}
-        self.job: Job | None = None
+        self.job: Any = None
         self.counter: Counter | None = None
         self.is_settled, self.repeats = False, True
 
-    def read(self, rule: Any, temperature: float) -> tuple[object, ...]:
+    def read(self, rule: Any) -> tuple[object, ...]:
         """Read the numbers of a step; return its layout.
 
         Raises:
             ValueError: numbers for which no noise is known.
         """
         group, linear = self.group, rule._linear(self.group, self.counts)
-        self.linear, self.temperature, self.is_settled = linear, temperature, False
+        self.linear, self.temperature, self.is_settled = linear, rule._temperature(group), False
         self.learned = rule._learned(group, self.counts)
-        self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
         kind = None
-        if temperature > 0.0:
-            check_linear(rule._name, linear, self.memory[_MOMENTUM])
+        if self.temperature > 0.0:
+            if not linear.momentum and abs(self.memory[_MOMENTUM]) > 0.0:  # NaN before the first draw
+                raise ValueError(
+                    f"{rule._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
+                )
+            if not (0.0 <= linear.step_size < math.inf and 0.0 <= linear.direct < math.inf):
+                raise ValueError(
+                    f"{rule._name}: lr must be non-negative and finite at temperature > 0, got a step size of "
+                    f"{linear.step_size}"
+                )
             asks_for_torch = group.get("foreach") is not None or group.get("fused") is False
             # at an lr of 0 there is noise if the last step has left some to the velocity
             draws = linear.step_size > 0.0 or (self.memory[_HALF] > 0.0 and linear.momentum > 0.0)
             kind = linear.kind if draws and not asks_for_torch else None
-        return kind, linear.velocity, linear.direct > 0.0, group["noise_kept"]
+        return self.temperature > 0.0, kind, linear.velocity, linear.direct > 0.0, group["noise_kept"]
 
-    def holds(self, rule: Any, temperature: float) -> bool:
+    def holds(self, rule: Any) -> bool:
         """Whether the tensors, which are those of the last step, are where they were, and the layout is that of this step."""
         here = _here(self.tensors) if self.is_spread else self.tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
             return False
-        if rule.counters:  # they share their numbers while they have made equally many updates
+        if rule.adaptive:  # they share their numbers while they have made equally many updates
             counts = {*map(rule._counts, self.states)} if self.counter is None else {(self.counter.add(0) + 1.0,)}
             self.counts = counts.pop()
             if counts or math.isnan(self.counts[0]):
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
             return True
-        return self.read(rule, temperature) == self.layout
+        return self.read(rule) == self.layout
 
     def make_draws(self) -> None:
         """Let the state have the last draws of all branches, zeros before the first ones, if they are kept."""
@@ -199,7 +203,7 @@ class Leaves:
         It cannot if the group asks for another implementation, if a tensor is not contiguous, not on a CPU or neither float32
         nor float64, if this rank has a part of a leaf, or if torch has not yet made the state, as it does in the first step.
         """
-        if self.layout[0] is None or dispatch_modes() or (self.job is None and not self._made_job()):
+        if self.layout[1] is None or dispatch_modes() or (self.job is None and not self._made_job()):
             return False
         self.gradients: list[Any] = [*map(gradient, self.params)]
         return self._is_fit(self.gradients)
@@ -228,24 +232,22 @@ class Leaves:
         self.moved = [y for ys in (*lists, steps) for y in ys]
         self.counter = Counter(steps) if steps else None
         sizes = tuple([p.numel() for p in params])
-        assert linear.kind is not None
-        self.job = Job(linear.kind, like.dtype, sizes, lists, draws, (self.memory, self.again))
+        self.job = Job(self.layout[1], like.dtype, sizes, lists, draws, (self.memory, self.again))
         return True
 
     def move(self) -> None:
         """Make the step by the kernel."""
-        group, linear, job = self.group, self.linear, self.job
-        assert job is not None
+        group, linear = self.group, self.linear
         if not self.is_settled:
-            sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
-            decay = 0.0 if group.get("decoupled_weight_decay") else decay
-            job.set(sign, decay, float(group.get("eps", 0.0)), *linear[:7], self.temperature)
+            sign, eps = -1.0 if group["maximize"] else 1.0, float(group.get("eps", 0.0))
+            decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
+            self.job.set(sign, decay, eps, *linear[:7], self.temperature)
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version(self.moved)
         if self.counter is not None:
             self.counter.add()
         now = group["noise_key"], group["noise_count"]
-        self.repeats = job.run(self.gradients, *now)
+        self.repeats = self.job.run(self.gradients, *now)
         branches = 2 if linear.direct > 0.0 else 1
         self.again[: 2 * branches] = array("q", now * branches)
 
@@ -275,7 +277,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         if not rule.adaptive and moves_by_velocity and len(velocities) == len(x.params):
             early.append(x)
             _add_noise(rule, x, noise, 0, early=True)
-    frozen = [x for x in work if x.is_frozen]
+    frozen = [x for x in work if x.counts and x.learned < x.counts[0]]  # their denominator no longer learns
     left_out = [(p, p.grad) for p in (*others, *(p for x in frozen for p in x.params))]
     for p, _ in left_out:  # torch's step leaves out what has no gradient
         p.grad = None
@@ -352,12 +354,12 @@ def _here(xs: Iterable[Any]) -> list[Tensor]:
 def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> None:
     """Add ``previous xi_{t-1} + current xi_t`` of one branch to parameters and velocities."""
     step_size = (x.linear.step_size, x.linear.direct)[branch]
-    factors = (noise.previous, noise.current) if branch == 0 else (noise.direct_previous, noise.direct)
+    factors = (noise.momentum, noise.direct)[branch]
     if not any(factors):
         return
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
-            step = x.linear.step_size * max(noise.current, noise.direct)
+            step = x.linear.step_size * max(*noise.momentum, *noise.direct)
             if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
                 step /= float(local(rule._denominator(x.group, x.learned, state.__getitem__)).float().mean().sqrt())
             checks.rounds_away(f"{rule._name}: a parameter", local(p), step, "keep float32 parameters and use autocast")

@@ -7,7 +7,8 @@ Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -22,13 +23,6 @@ from bayesopt_chain.distributed.shards import agreed_key, cut_like
 from bayesopt_chain.distributed.witness import Claim, Witness
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.random.stream import new_key
-
-
-def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) -> int:
-    """Draw a random key. Ranks that hold parts of the same DTensors all get the key of the first of them."""
-    params = [p for group in groups for p in group["params"]]
-    device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
-    return int(agreed_key(new_key(generator, device), params))
 
 
 def claim(name: str, number: int, p: Any, group: dict[str, Any], stream: Any = None) -> Claim:
@@ -57,15 +51,50 @@ class OnRanks:
     numbers: ClassVar[Collection[str]] = ("step",)
     wide: ClassVar[Collection[str]] = ()
     own_options: ClassVar[Collection[str]] = ()
+    _own_defaults: Mapping[str, Any] | None = None  # options of groups besides those of torch's class
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any
 
-    _name: ClassVar[str] = "bc.optim"  # in messages
+    @cached_property
+    def _name(self) -> str:  # in messages
+        return f"bc.optim.{type(self).__name__}"
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._name = f"bc.optim.{cls.__name__}"
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with options of its own.
+
+        Args:
+            param_group: as in torch, with any of this class's options.
+
+        Raises:
+            TypeError: ``param_group`` is no group, or an option has a wrong type.
+            ValueError: an option out of range or for which no noise is known, parameters that are given twice or share memory,
+                or a chain with the key of another group. Nothing has changed then.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+            >>> optimizer = bc.optim.SGHMC([a], lr=0.1, temperature=0.5)
+            >>> optimizer.add_param_group({"params": [b], "temperature": 0.0})
+            >>> [group["temperature"] for group in optimizer.param_groups]
+            [0.5, 0.0]
+        """
+        who = f"{self._name}.add_param_group"
+        _checks.require(who, {"param_group": param_group})
+        _checks.require(who, {name: value for name, value in param_group.items() if name != "params"})
+        # torch fills a group with the defaults, which its constructor made of its own arguments only
+        self.defaults = {**(self._own_defaults or {}), **self.defaults}
+        with _checks.with_call(who, param_group=...):
+            super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self._begin(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        """Make what a new group needs, the last one; an error leaves it out."""
+        raise NotImplementedError
 
     @checks.takes(compares=checks.BOOL)
     def watch(self, compares: bool) -> None:
@@ -117,11 +146,16 @@ class OnRanks:
         _checks.require(f"{self._name}.fork", {"generator": generator})
         require_named_chain(f"{self._name}.fork", generator)
         self._new_keys(generator)
-        self._compare_anew()
+        self._begin_anew()
 
     def _new_keys(self, generator: torch.Generator | None) -> None:
-        """Draw a new key from ``generator``, or from torch's global generator, and give it to all groups."""
-        key = shared_key(generator, self.param_groups)
+        """Draw a new key from ``generator``, or from torch's global generator, and give it to all groups.
+
+        Ranks that hold parts of the same DTensors all get the key of the first of them.
+        """
+        params = self._all_params()
+        device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
+        key = int(agreed_key(new_key(generator, device), params))
         for group in self.param_groups:
             group["noise_key"] = key
 
@@ -133,11 +167,9 @@ class OnRanks:
         with torch.enable_grad():
             return closure()
 
-    @property
+    @cached_property
     def _witness(self) -> Witness:
-        if "_compared" not in self.__dict__:
-            self.__dict__["_compared"] = Witness(self._name)
-        return self.__dict__["_compared"]
+        return Witness(self._name)
 
     def _has_noise(self) -> bool:
         """Whether the next step draws, so that velocities, averages and draws must have the shapes of their parameters."""
@@ -173,44 +205,42 @@ class OnRanks:
             (0.05, 0.5)
         """
         who = f"{self._name}.load_state_dict"
-        _checks.require_state_dict(who, state_dict)
+        _checks.require(who, {"state_dict": state_dict})
         groups = state_dict["param_groups"]
         # torch adds a default to every optimizer that has loaded a state, which is in no group
-        for name in [name for name in self.defaults if name in self.param_groups[0] and name not in self.own_options]:
-            is_number = isinstance(self.defaults[name], (float, int, tuple, Tensor))
-            if is_number and not all([name in group for group in groups]):
-                raise ValueError(
-                    f"{who}: a group of the state dict has no {name!r}, only {sorted({*groups[0]} - {'params'})}; it is of "
-                    f"another class, so load it into an optimizer of that class"
-                )
+        known = {name: x for name, x in self.defaults.items() if name in self.param_groups[0]}
+        numbers = [name for name, x in known.items() if isinstance(x, (float, int, tuple, Tensor))]
+        if lost := [name for name in numbers if name not in self.own_options and any(name not in g for g in groups)]:
+            raise ValueError(
+                f"{who}: a group of the state dict has no {lost[0]!r}, only {sorted({*groups[0]} - {'params'})}; it is of "
+                f"another class, so load it into an optimizer of that class"
+            )
         given = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
         for p, entry in zip(self._all_params(), given if self._has_noise() else ()):
             _checks.check_state(who, p, entry, self.numbers)
-        held = [
-            {k: v for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1} for group in self.param_groups
-        ]
+        before = self.param_groups
         super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
-        for group, tensors in zip(self.param_groups, held):
-            for name, tensor in tensors.items():
-                tensor.detach().fill_(float(group.get(name, tensor)))
-                group[name] = tensor
+        for group, mine in zip(self.param_groups, before):
+            group |= {name: mine[name] for name in self.own_options if name in mine and name not in group}
+            for name, x in mine.items():
+                if isinstance(x, Tensor) and x.numel() == 1:
+                    x.detach().fill_(float(group.get(name, x)))
+                    group[name] = x
         for p, saved in zip(self._all_params(), given):
-            for name, x in self.state[p].items() if saved else ():
-                old = saved.get(name)
-                if not isinstance(old, Tensor):
-                    continue
-                is_number = name in self.numbers
-                if is_number or name in self.wide:  # torch casts what it loads to the dtype of the parameter
-                    x = old.detach().to(x.device, copy=True)
-                elif x is old:
-                    x = x.clone()
-                # the tensors of a full state dict are whole on every rank
-                self.state[p][name] = cut_like(x, p) if is_dtensor(p) and not is_dtensor(x) and not is_number else x
-        self._compare_anew()
+            for name, old in saved.items():
+                if isinstance(old, Tensor):
+                    x, is_number = self.state[p][name], name in self.numbers
+                    # torch casts what it loads to the dtype of the parameter
+                    dtype = old.dtype if is_number or name in self.wide else x.dtype
+                    x = old.detach().to(x.device, dtype, copy=True)
+                    # the tensors of a full state dict are whole on every rank
+                    is_whole = is_dtensor(p) and not is_dtensor(x) and not is_number
+                    self.state[p][name] = cut_like(x, p) if is_whole else x
+        self._begin_anew()
 
-    def _compare_anew(self) -> None:
-        """Begin the comparison of ranks again, since key, state or parameters were replaced."""
-        if "_compared" in self.__dict__:
+    def _begin_anew(self) -> None:
+        """Forget what was read of key, state and groups, which have changed, and begin the comparison of ranks again."""
+        if "_witness" in self.__dict__:
             self._witness.restart()
 
     def _all_params(self) -> list[Any]:

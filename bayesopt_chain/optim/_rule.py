@@ -91,17 +91,15 @@ class Noise(NamedTuple):
     """The coefficients of the noise of one step, with ``w_t`` the standard normals of step ``t``.
 
     Attributes:
-        previous, current: ``e = current w_t + previous w_{t-1}``.
+        momentum, direct: ``(previous, current)`` of ``e = previous w_{t-1} + current w_t``, and of ``e_1``, whose draws are
+            independent of those of ``e``.
         velocity_scale: the factor by which the velocity is multiplied before torch's step.
-        direct, direct_previous: ``e_1 = direct w_t + direct_previous w_{t-1}``, with draws independent of those of ``e``.
         before: the numbers that the next step needs; ``None`` if nothing was drawn yet.
     """
 
-    previous: float = 0.0
-    current: float = 0.0
+    momentum: tuple[float, float] = (0.0, 0.0)
+    direct: tuple[float, float] = (0.0, 0.0)
     velocity_scale: float = 1.0
-    direct: float = 0.0
-    direct_previous: float = 0.0
     before: Before | None = None
 
 
@@ -121,8 +119,8 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         >>> step = Linear(step_size=0.1, momentum=0.9, velocity="momentum_buffer")
         >>> first = noise_of(step, 0.5, None)
         >>> second = noise_of(step, 0.5, first.before)
-        >>> second.current, second.previous, second.velocity_scale  # sqrt(T (1 - mu) / (2 lr)), twice
-        (0.5, 0.5, 1.0)
+        >>> second.momentum, second.velocity_scale  # sqrt(T (1 - mu) / (2 lr)), twice
+        ((0.5, 0.5), 1.0)
     """
     step_size, momentum, gain, direct, shrink = linear[:5]
     last: Any = before
@@ -135,24 +133,24 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         if last is not None and momentum and not (last.momentum and k.velocity == own):
             scale = k.velocity * gain / (momentum * last.gain)
         after = Before(*now, gain, k.surplus)
-        noise = Noise(gain * k.previous if last else 0.0, gain * k.current, scale, before=after)
+        noise = Noise((gain * k.previous if last else 0.0, gain * k.current), velocity_scale=scale, before=after)
     elif last is not None and momentum:
         # A step of rate 0 does not move the parameter. The velocity still gets the noise that the last step left to it. The
         # next step owes nothing to the last draw (half = 0) and reverses the velocity (momentum = -1).
         k = law.scheduled_noise(last._replace(half=0.0), last, last.surplus, last.momentum, where=pick)
         after = last._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
         scale = last.momentum * gain / (momentum * last.gain)
-        noise = Noise(gain * k.previous, gain * k.current, scale, before=after)
+        noise = Noise((gain * k.previous, gain * k.current), velocity_scale=scale, before=after)
     else:  # with neither a rate nor a draw there is no noise, and nothing to remember
         noise = Noise(before=before)
     if direct > 0.0 and noise.before is not None:
         # the direct branch is one of momentum 0 with the rate h_1
-        now, surplus, goes_on = law.level(direct, 0.0, temperature), 0.0, False
-        then = now
+        now, surplus = law.level(direct, 0.0, temperature), 0.0
+        then, goes_on = now, 0.0
         if last is not None and last.direct_half > 0.0:
-            then = law.Level(last.temperature, last.direct_half, last.direct_half, 0.0)
-            surplus, goes_on = last.direct_surplus, True
+            then, goes_on = law.Level(last.temperature, last.direct_half, last.direct_half, 0.0), 1.0
+            surplus = last.direct_surplus
         k = law.scheduled_noise(now, then, surplus, 0.0, where=pick)
         after = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
-        noise = noise._replace(direct=k.current, direct_previous=k.previous if goes_on else 0.0, before=after)
+        noise = noise._replace(direct=(goes_on * k.previous, k.current), before=after)
     return noise

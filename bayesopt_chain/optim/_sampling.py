@@ -23,10 +23,11 @@ The optimizer keeps what the noise depends on in two places:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, Literal
 
@@ -43,12 +44,13 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
-from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
+from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
+_params_of: Callable[[Leaves], list[Any]] = attrgetter("params")
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
@@ -58,10 +60,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     Attributes:
         refusal: the reason why no noise is known for this class; ``None`` if noise is known.
-        adaptive: whether the step divides by a denominator that it computes from the gradients.
+        adaptive: whether the step divides by a denominator that it computes from the gradients, by ``_denominator``.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
-        counters: the names in a leaf's state of numbers that change with every update, and what they are before the first.
-        torch_class: the class of ``torch.optim``.
+        counters: the names in a leaf's state of an adaptive rule of numbers that change with every update, and what they are
+            before the first.
         heat_guard: compares the variance of the gradients with that of the noise, and warns of heating; ``None`` without a
             guard.
     """
@@ -71,34 +73,34 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     averages_scaled: ClassVar[bool] = False
     own_options = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
     counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
-    torch_class: ClassVar[type[torch.optim.Optimizer]]
     _torch_step: Callable[..., Any]  # torch's own step
 
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
-    _noise_defaults: Mapping[str, Any] = MappingProxyType({})
     heat_guard: HeatGuard | None = None
 
-    # discarded where the groups change: the leaves that needed more than torch's step in the last one, None after a step that
-    # raised; the objects and kinds of which they were listed; and of each group the parameters' numbers in the random stream
+    # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed;
+    # those that get noise; the objects of which they were listed; the groups of which a leaf gets noise, and those at
+    # temperature 0
     _work: list[Leaves] | None = None
+    _noisy: list[Leaves]
     _objects: list[Any]
-    _kinds: list[Any]
-    _numbers: list[list[int]] | None = None
+    _hot: list[dict[str, Any]]
+    _cold: list[dict[str, Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
         super().__init_subclass__(**kwargs)
-        bases = [base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")]
-        cls.torch_class, cls.numbers = bases[0], frozenset((*cls.counters, *NUMBERS))
+        base = next(base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim."))
+        cls.adaptive, cls.numbers = cls._denominator is not Sampling._denominator, frozenset((*cls.counters, *NUMBERS))
         # without the hooks that torch runs around the step of this class already
-        cls._torch_step = inspect.unwrap(bases[0].step, stop=lambda step: not getattr(step, "hooked", False))
+        cls._torch_step = inspect.unwrap(base.step, stop=lambda step: not getattr(step, "hooked", False))
+        theirs, mine = (inspect.signature(of).parameters.values() for of in (base, cls.__init__))
         if "__init__" in vars(cls):
-            own = inspect.signature(cls.__init__)
-            cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
-            return
-        theirs, mine = (inspect.signature(of).parameters.values() for of in (bases[0], Sampling.__init__))
-        ours = [p for p in mine if p.kind is p.KEYWORD_ONLY and (cls.adaptive or p.name != "freeze_after")]
-        cls.__signature__ = inspect.Signature([*theirs, *ours])
+            _, *parameters = mine  # without self
+        else:
+            ours = [p for p in mine if p.kind is p.KEYWORD_ONLY and (cls.adaptive or p.name != "freeze_after")]
+            parameters = [*theirs, *ours]
+        cls.__signature__ = inspect.Signature(parameters)
 
     @checks.takes(params=checks.ANY, temperature=checks.ANY, generator=checks.ANY)
     def __init__(
@@ -131,14 +133,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
-        self._noise_defaults = {
+        self._own_defaults = {
             "temperature": temperature,
             "noise_kept": keep_draws,
             "noise_key": None,
             "noise_count": 0,
+            **({"freeze_after": freeze_after} if self.adaptive else {}),
         }
-        if self.adaptive:
-            self._noise_defaults["freeze_after"] = freeze_after
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         with _checks.with_call(self._name, **{**given, "params": ...}):
             super().__init__(params, *args, **kwargs)
@@ -146,81 +147,61 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         # look at them, and to unscale them, which gives the same bits
         self._step_supports_amp_scaling = False
         if self._has_noise() or generator is not None:  # the generator is not kept until the temperature is raised
-            self._draw_key(generator, "give it")
-        for index, (group, temperature) in enumerate(zip(self.param_groups, self._temperatures())):
+            require_named_chain(self._name, generator)
+            self._new_keys(generator)
+        for group in self.param_groups:
             # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
             begun = [p for p in group["params"] if p in self.state]
-            if begun and temperature > 0.0:
-                x = Leaves(group, index, self._counts(self.state[begun[0]]))
+            if begun and self._temperature(group) > 0.0:
+                x = Leaves(group, self._counts(self.state[begun[0]]))
                 x.params, x.states = begun, [self.state[p] for p in begun]
-                x.read(self, temperature)
+                x.read(self)
                 x.remember()
 
     # groups and state
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, which may have a temperature of its own.
+    def _begin(self, group: dict[str, Any]) -> None:
+        self._temperature(group)
+        group["noise_key"] = self.param_groups[0]["noise_key"]
+        self._begin_anew()
 
-        Args:
-            param_group: as in torch; besides torch's options it may hold ``temperature``.
-
-        Raises:
-            TypeError: ``param_group`` is no group, or an option has a wrong type.
-            ValueError: at T > 0, options for which no noise is known, or a parameter that is given twice.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
-            >>> optimizer = bc.optim.SGHMC([a], lr=0.1, temperature=0.5)
-            >>> optimizer.add_param_group({"params": [b], "temperature": 0.0})
-            >>> [group["temperature"] for group in optimizer.param_groups]
-            [0.5, 0.0]
-        """
-        _checks.require_group(f"{self._name}.add_param_group", param_group)
-        # torch fills a group with the defaults, which its constructor made of its own arguments only
-        for name, value in self._noise_defaults.items():
-            self.defaults.setdefault(name, value)
-        _checks.temperature_of(self._name, {**self.defaults, **param_group}, self.refusal)
-        with _checks.with_call(f"{self._name}.add_param_group", param_group=...):
-            super().add_param_group(param_group)
-        self._work = self._numbers = None
-
-    def _draw_key(
-        self,
-        generator: torch.Generator | None = None,
-        where: str = "its temperature was raised later, so call its fork() once with",
-    ) -> None:
-        """Give every group without a key the key of another group, or a new key if no group has one.
-
-        Args:
-            generator: source of the key, ``None`` for torch's global generator.
-            where: how to give another one, for the message on several ranks.
-        """
-        key = next((g["noise_key"] for g in self.param_groups if g["noise_key"] is not None), None)
-        if key is None:
-            require_named_chain(self._name, generator, where)
-            key = shared_key(generator, self.param_groups)
-        for group in self.param_groups:
-            if group["noise_key"] is None:
-                group["noise_key"] = key
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._work = None
+        self.__dict__.pop("_numbers", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        guard = {} if self.heat_guard is None else {"heat_guard": self.heat_guard}
-        return {**super().__getstate__(), **guard}
+        return {**super().__getstate__(), "heat_guard": self.heat_guard}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        before = self.__dict__.get("param_groups", [])
-        super().__setstate__(state)
-        self._work = self._numbers = None
-        for group, mine in zip(self.param_groups, before):  # a state dict of torch's class lacks some entries
-            group.update({name: mine[name] for name in self.own_options if name in mine} | group)
+    def _temperature(self, group: dict[str, Any]) -> float:
+        """Read a group's temperature, a number or a tensor of one element; where it is above 0, check the options of the group.
 
-    def _temperatures(self) -> list[float]:
-        """Return the temperature of each group, and check the options of those where it is above 0."""
-        return [_checks.temperature_of(self._name, group, self.refusal) for group in self.param_groups]
+        Raises:
+            ValueError: the temperature is negative, infinite or NaN, or a tensor that requires grad; it is above 0, and no
+                noise is known for the class or for an option, which the message names.
+        """
+        temperature = group["temperature"]
+        if isinstance(temperature, Tensor) and temperature.requires_grad:
+            raise ValueError(f"{self._name}: temperature requires grad, which a step does not carry; detach it")
+        value = float(temperature)
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{self._name}: temperature must be non-negative and finite, got {temperature!r}")
+        if value and self.refusal is not None:
+            raise ValueError(f"{self._name}: no temperature above 0: {self.refusal}")
+        if value and group.get("capturable"):
+            raise ValueError(
+                f"{self._name}: capturable=True at temperature > 0: the noise counts steps on the host. "
+                "Set capturable=False, or use bc.make_step with bc.capture"
+            )
+        if value and group.get("differentiable"):
+            raise ValueError(
+                f"{self._name}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
+                "bc.make_step (and bc.meta); leave it out, or set temperature=0"
+            )
+        return value
 
     def _has_noise(self) -> bool:
-        return any(self._temperatures())
+        return any(map(self._temperature, self.param_groups))
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
         """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.doctor`.
@@ -239,7 +220,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             0.5
         """
         out: dict[str, ThermalLeaf] = {}
-        for group, temperature in zip(self.param_groups, self._temperatures()):
+        for group in self.param_groups:
+            temperature = self._temperature(group)
             if temperature == 0.0:
                 continue
             if "param_names" not in group:
@@ -301,58 +283,58 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(heat_leaves, self))
-        temperatures, params = self._temperatures(), [*chain.from_iterable(map(_params, self.param_groups))]
-        objects = self._held(params)
-        kinds = [*map(type, map(gradient, params)), *[temperature > 0.0 for temperature in temperatures]]
+        params = [*chain.from_iterable(map(_params, self.param_groups))]
+        kinds = [*map(type, map(gradient, params))]
         work, self._work = self._work, None  # a step that raises leaves none
-        holds = work is not None and kinds == self._kinds and are_same(objects, self._objects)
-        if work is None or not (holds and all([x.holds(self, temperatures[x.index]) for x in work])):
-            holds, work = False, self._planned(temperatures)
-        noisy = [x for x in work if x.temperature > 0.0]
-        witness = self._witness if noisy and dist.is_available() and dist.is_initialized() else None
+        holds = work is not None and are_same(self._held(params, kinds), self._objects)
+        holds = holds and not any(map(self._temperature, self._cold))
+        if work is None or not (holds and all([x.holds(self) for x in work])):
+            holds, work = False, self._planned()
+        witness = self._witness if self._noisy and dist.is_available() and dist.is_initialized() else None
         if witness is not None:
-            witness.look(lambda: self._claims(noisy), local(noisy[0].params[0]))
-        by_kernel = [x for x in work if x.has_job()]
-        moved = [p for x in by_kernel for p in x.params]
+            witness.look(self._claims, local(self._noisy[0].params[0]))
+        by_kernel = [*filter(Leaves.has_job, work)]
+        moved = [*chain.from_iterable(map(_params_of, by_kernel))]
         if len(moved) < len(params) - kinds.count(NoneType):  # others have a gradient, too
             with torch.no_grad():
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
             x.move()
-        for index in {x.index for x in noisy}:
-            self.param_groups[index]["noise_count"] += 1
+        for group in self._hot:
+            group["noise_count"] += 1
         for x in work:
             x.remember()
         if witness is not None:
-            witness.stepped(local(noisy[0].params[0]))
+            witness.stepped(local(self._noisy[0].params[0]))
         if not holds:  # the step may have made entries of the state
-            self._objects, self._kinds = self._held(params), kinds
+            self._objects = self._held(params, kinds)
         self._work = work
 
-    def _held(self, params: list[Any]) -> list[Any]:
-        """List the objects that the leaves of a step were made of: groups, parameters and all entries of the state."""
-        return [*self.param_groups, *params, *chain.from_iterable(map(dict.values, self.state.values()))]
+    def _held(self, params: list[Any], kinds: list[type]) -> list[Any]:
+        """List the objects that the leaves of a step are made of.
 
-    def _planned(self, temperatures: list[float]) -> list[Leaves]:
+        They are the groups, the parameters, the types of their gradients, and all entries of the state.
+        """
+        return [*self.param_groups, *params, *kinds, *chain.from_iterable(map(dict.values, self.state.values()))]
+
+    def _planned(self) -> list[Leaves]:
         """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
-
-        Args:
-            temperatures: of the groups.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
         alike: dict[tuple[object, ...], Leaves] = {}
-        for index, (group, numbers) in enumerate(zip(self.param_groups, self._leaf_numbers())):
-            is_noisy = temperatures[index] > 0.0
-            if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
+        for group in self.param_groups:
+            is_noisy = self._temperature(group) > 0.0
+            if new := sum([p not in self._numbers for p in group["params"]]):
                 raise ValueError(
-                    f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and "
-                    "would move without noise; take them out again and give them to add_param_group"
+                    f"{self._name}: {new} parameters were appended to group['params'], and would move without noise; take them "
+                    "out again and give them to add_param_group"
                 )
             if is_noisy and group["noise_key"] is None:
-                self._draw_key()
-            for p, number in zip(group["params"], numbers):
+                require_named_chain(self._name, None, "its temperature was raised later, so call its fork() once with")
+                self._new_keys(None)
+            for p in group["params"]:
                 if not is_noisy and group["noise_count"]:
                     # after steps at temperature 0 an old draw must not count as the last step's
                     for name in REMEMBERED:
@@ -363,36 +345,37 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 _checks.check_state(self._name, p, state, self.numbers)
                 if is_noisy:
                     _checks.check_leaf(self._name, p, group)
-                numbered = index, self._counts(state), *remembered(group, state)
-                x = alike.setdefault((*numbered, p.dtype, p.device), Leaves(group, *numbered))
+                numbered = self._counts(state), *remembered(group, state)
+                x = alike.setdefault((id(group), *numbered, p.dtype, p.device), Leaves(group, *numbered))
                 x.params.append(p)
                 x.states.append(state)
-                x.numbers.append(number)
+                x.numbers.append(self._numbers[p])
         for x in alike.values():
-            x.layout = x.read(self, temperatures[x.index])
-        if any([x.temperature > 0.0 for x in alike.values()]):
+            x.layout = x.read(self)
+        self._noisy = [x for x in alike.values() if x.temperature > 0.0]
+        if self._noisy:
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._names(), params)
+        self._hot = [*{id(x.group): x.group for x in self._noisy}.values()]
+        self._cold = [group for group in self.param_groups if not self._temperature(group)]
         return [*alike.values()]
 
-    def _leaf_numbers(self) -> list[list[int]]:
-        """Return, for each group, the numbers of its parameters in the random stream, which are hashes of their names."""
-        if self._numbers is None:
-            numbers = iter(leaf_numbers(self._names()))
-            self._numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
-        return self._numbers
+    @cached_property
+    def _numbers(self) -> dict[Any, int]:
+        """The numbers of the parameters in the random stream, which are hashes of their names."""
+        return dict(zip(self._all_params(), leaf_numbers(self._names())))
 
-    def _claims(self, noisy: list[Leaves]) -> list[Claim]:
+    def _claims(self) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
-        names = dict(zip(chain.from_iterable(self._leaf_numbers()), self._names()))
-        return [claim(names[n], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
+        names = dict(zip(self._all_params(), self._names()))
+        return [claim(names[p], n, p, x.group) for x in self._noisy for p, n in zip(x.params, x.numbers)]
 
     # what a subclass says of torch's step
 
     def _counts(self, state: dict[str, Any]) -> tuple[float, ...]:
-        """Return the counters of a leaf: the number of this update, counted from 1, and those of later names as they are."""
-        step, *others = [float(state.get(name, start)) for name, start in self.counters.items()] or (None,)
-        return () if step is None else (step + 1.0, *others)
+        """Return the number of this update of a leaf, counted from 1, and further counters as they are; nothing for SGD."""
+        step, *others = [float(state.get(name, start)) for name, start in self.counters.items()]
+        return (step + 1.0, *others) if self.adaptive else ()
 
     def _learned(self, group: dict[str, Any], counts: tuple[float, ...]) -> float:
         """Return the number of the last update in which the denominator learned, counted from 1; 0 without a denominator."""
@@ -454,8 +437,8 @@ def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
             all of them.
     """
     wanted = frozenset(keys)
-    for group, temperature in zip(rule.param_groups, rule._temperatures()):
-        lr, linear, effective, first = float(group["lr"]), None, 0.0, 0.0
+    for group in rule.param_groups:
+        temperature, lr, linear, effective, first = rule._temperature(group), float(group["lr"]), None, 0.0, 0.0
         sign = -1.0 if group.get("maximize") else 1.0
         for p in group["params"] if temperature > 0.0 else ():
             g, state, root = p.grad, rule.state.get(p, {}), sign

@@ -65,37 +65,14 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         with _checks.with_call(self._name, params=..., **defaults):
             super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with a chain of their own.
-
-        Args:
-            param_group: as in torch, with the hyperparameters that ``make_chain`` reads.
-
-        Raises:
-            TypeError: ``param_group`` is no group, or ``make_chain`` returns no transformation.
-            ValueError: the chain of the group has the key of another group. Nothing has changed then.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
-            >>> optimizer = bc.optim.Optimizer([a], lambda group: bc.sgd(group["lr"]), lr=0.1)
-            >>> optimizer.add_param_group({"params": [b], "lr": 0.01})
-            >>> [group["lr"] for group in optimizer.param_groups]
-            [0.1, 0.01]
-        """
-        _checks.require_group(f"{self._name}.add_param_group", param_group)
-        super().add_param_group(param_group)
-        try:
-            built = _Built(self._make_chain, self.param_groups[-1])
-            if any(built.keys() & other.keys() for other in self._chains):
-                raise ValueError(
-                    f"{self._name}: make_chain gave two groups one key, so that they would get the same noise; make the "
-                    "generator once, outside of make_chain, so that each group draws a key of its own from it"
-                )
-            self._chains.append(built)
-        except BaseException:  # without a chain the group must not stay
-            self.param_groups.pop()
-            raise
+    def _begin(self, group: dict[str, Any]) -> None:
+        built = _Built(self._make_chain, group)
+        if any(built.keys() & other.keys() for other in self._chains):
+            raise ValueError(
+                f"{self._name}: make_chain gave two groups one key, so that they would get the same noise; make the "
+                "generator once, outside of make_chain, so that each group draws a key of its own from it"
+            )
+        self._chains.append(built)
         self._show_a_state()
 
     def _show_a_state(self) -> None:
@@ -202,7 +179,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         """
         # torch.distributed.checkpoint leaves an empty "state" out of a full state dict
         state_dict = {"state": {}, **state_dict} if isinstance(state_dict, dict) else state_dict
-        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
+        _checks.require(f"{self._name}.load_state_dict", {"state_dict": state_dict})
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
         laid = [built.loaded(state) for built, state in zip(self._chains, states)]
@@ -240,8 +217,8 @@ class _Built:
                 )
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
-        self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.tensors = {k: v for k, v in options.items() if isinstance(v, Tensor) and v.numel() == 1}
+        self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.state = self.tx.init(group["params"])
 
     def keys(self) -> set[int]:
@@ -286,8 +263,7 @@ class _Built:
                 f"bc.optim.Optimizer: the state dict holds a chain of shapes {saved and shapes}, this chain's has {mine}; "
                 "load a state of the same chain and parameters"
             )
-        laid = [
-            cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new for old, new in zip(leaves, saved)
-        ]
-        fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, laid)]
-        return optree.tree_unflatten(spec, fresh)
+        for i, (old, new) in enumerate(zip(leaves, saved)):
+            new = cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new
+            leaves[i] = new.detach().to(old.device, old.dtype, copy=True)
+        return optree.tree_unflatten(spec, leaves)

@@ -91,6 +91,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
     """
 
     wide = ("momentum", "hessian")  # averages with a long memory, which 16 bits would round away
+    # pairs of a local parameter and its mean while the parameters hold a draw, else None
+    _means: list[tuple[Tensor, Tensor]] | None = None
+    _has_draw = False  # whether a draw was made since the last step
 
     def __init__(
         self,
@@ -110,41 +113,13 @@ class IVON(OnRanks, torch.optim.Optimizer):
         _checks.require(self._name, {"params": params, "generator": generator, **given})
         require_named_chain(self._name, generator)
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
-        given["betas"] = tuple(betas)
-        # pairs of a local parameter and its mean while the parameters hold a draw, else None
-        self._means: list[tuple[Tensor, Tensor]] | None = None
-        self._has_draw = False  # whether a draw was made since the last step
         with _checks.with_call(self._name, params=..., **given):
             super().__init__(params, {**given, "noise_key": None, "noise_count": 0})
         self._new_keys(generator)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, and make its state.
-
-        Args:
-            param_group: as in torch, with any of this class's options.
-
-        Raises:
-            TypeError: ``param_group`` is no group, or an option has a wrong type.
-            ValueError: an option out of range; two parameters share memory.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
-            >>> optimizer = bc.optim.IVON([a], 0.1, temperature=0.01)
-            >>> optimizer.add_param_group({"params": [b], "lr": 0.01})
-            >>> optimizer.state[b]["hessian"].shape
-            torch.Size([3])
-        """
-        _checks.require_group(f"{self._name}.add_param_group", param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            drawn = [local(p.detach()) if p.requires_grad else None for _, p, _ in self._leaves()]
-            _checks.check_memory(self._name, self._names(), drawn)
-        except ValueError:  # the optimizer stays as it was
-            self.param_groups.pop()
-            raise
+    def _begin(self, group: dict[str, Any]) -> None:
+        drawn = [local(p.detach()) if p.requires_grad else None for _, p, _ in self._leaves()]
+        _checks.check_memory(self._name, self._names(), drawn)
         # a group that is added later takes part in the draws of the others
         group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
         for p in group["params"]:
@@ -192,7 +167,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
                     x, h = local(p.detach()), local(self.state[p]["hessian"])
                     self._means.append((x, x.clone()))
                     count = group["noise_count"] if draw is None else _POSTERIOR + draw
-                    move = _eps(group, p, x, number, count) * _sigma(group, h)
+                    move = _eps(group, p, x, number, count) * _variance(group, h).sqrt()
                     if count == 0:
                         warn_of_rounding(f"{self._name}.sampled", ["a parameter"], [x], [move])
                     x.add_(move)
@@ -252,20 +227,24 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     def _move(self, group: dict[str, Any], p: Any, number: int) -> None:
         """Update ``v``, ``h`` and ``m`` of one leaf in place, by the equations of the module."""
-        m, g, state = local(p.detach()), _gradient(p), self.state[p]
+        m, g, state = local(p.detach()), p.grad, self.state[p]
+        if is_dtensor(p):
+            g = local(g.redistribute(p.device_mesh, p.placements))
         v, h = (local(state[name]) for name in ("momentum", "hessian"))
         state["step"] += 1
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
         v.mul_(beta1).add_(g, alpha=1.0 - beta1)
         # the same eps as in the draw at which g was taken
-        h.copy_(averaged(h, g * _eps(group, p, m, number, group["noise_count"]) / _sigma(group, h), delta, beta2))
+        h.copy_(
+            averaged(h, g * _eps(group, p, m, number, group["noise_count"]) / _variance(group, h).sqrt(), delta, beta2)
+        )
         force = v / (1.0 - beta1 ** int(state["step"])) + delta * m
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
         m.add_(newton(force, h, delta, lr, scale, group["clip_radius"]))
 
-    def _new_keys(self, generator: torch.Generator | None) -> None:
-        super()._new_keys(generator)
-        self._has_draw = False  # a draw of the old key would not be the one that the step computes again
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._has_draw = False  # a draw of the old key or state would not be the one that the step computes again
 
     def callback(self) -> Any:
         """Make a callback of the trainers that own the loop: every step then takes its gradients at a draw.
@@ -316,11 +295,6 @@ class IVON(OnRanks, torch.optim.Optimizer):
         for (group, p), number in zip(params, leaf_numbers(self._names())):
             yield group, p, number
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy, or an optimizer that loads a state dict, holds no draw and needs a new one before its next step
-        self._means, self._has_draw = None, False
-
 
 class StepsAtDraws:
     """What :meth:`IVON.callback` returns: a draw from before the gradients of a step until the optimizer makes it.
@@ -342,14 +316,6 @@ class StepsAtDraws:
     on_pre_optimizer_step = on_train_end = on_before_optimizer_step = on_train_batch_end = on_exception = _leave
 
 
-def _gradient(p: Any) -> Tensor:
-    """Return this rank's part of the gradient, redistributed to the placements of the parameter if it has others."""
-    g = p.grad
-    return local(
-        g if not is_dtensor(p) or g.placements == p.placements else g.redistribute(p.device_mesh, p.placements)
-    )
-
-
 def _is_constant(p: Tensor, state: dict[str, Any]) -> bool:
     """Return whether a parameter was frozen before its first update, so that nothing is known of its variance."""
     return not p.requires_grad and int(state["step"]) == 0
@@ -358,11 +324,6 @@ def _is_constant(p: Tensor, state: dict[str, Any]) -> bool:
 def _variance(group: dict[str, Any], h: Tensor) -> Tensor:
     """Return the variance ``T / (h + delta)``."""
     return group["temperature"] / (h + group["weight_decay"])
-
-
-def _sigma(group: dict[str, Any], h: Tensor) -> Tensor:
-    """Return the standard deviation ``(T / (h + delta))^(1/2)``."""
-    return _variance(group, h).sqrt()
 
 
 def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> Tensor:

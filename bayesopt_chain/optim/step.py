@@ -103,14 +103,6 @@ class ModelStep:
         if isinstance(self.optimizer, OnRanks):
             self.optimizer._witness.apart = apart
 
-    def grown(self) -> dict[str, Any]:
-        """Return the state with every tensor that the optimizer will make in its first step. No parameter moves."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        get_optimizer_state_dict(self.model, self.optimizer)  # makes the state of an optimizer that has none
-        _, self.state = self._pack()
-        return self.state
-
     def _pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the parameters by name, and the state of optimizer, buffers, step and scheduler as dictionaries of tensors.
 
@@ -133,10 +125,6 @@ class ModelStep:
         if params is not self.params:
             if not isinstance(params, Mapping):
                 raise TypeError(f"as_step: params must be tensors by name, as step.params, got {checks.short(params)}")
-            if set(params) != set(self._named):
-                raise ValueError(
-                    f"as_step: params are {sorted(params)}, the model's parameters are {sorted(self._named)}"
-                )
             require_like(dict(params), self.params, "as_step: params")  # before any parameter is overwritten
             for name, p in self._named.items():
                 p.copy_(params[name])

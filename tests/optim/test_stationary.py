@@ -194,7 +194,7 @@ def test_a_momentum_may_begin_later(foreach):
     optimizer.param_groups[0]["momentum"], before = 0.5, theta.detach().clone()
     now = noise_of(Linear(0.1, 0.5, velocity="momentum_buffer"), T, first.before)
     optimizer.step()
-    velocity = 1.0 + now.current * optimizer.state[theta]["noise"] + now.previous * last
+    velocity = 1.0 + now.momentum[1] * optimizer.state[theta]["noise"] + now.momentum[0] * last
     torch.testing.assert_close(optimizer.state[theta]["momentum_buffer"], velocity, rtol=1e-12, atol=0)
     torch.testing.assert_close(theta.detach(), before - 0.1 * velocity, rtol=1e-12, atol=0)
 
