@@ -22,7 +22,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import agreed_key, cut_like
 from bayesopt_chain.distributed.witness import Claim, Witness
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.random.stream import new_key
+from bayesopt_chain.random.stream import leaf_numbers, new_key
 
 
 def claim(name: str, number: int, p: Any, group: dict[str, Any], stream: Any = None) -> Claim:
@@ -86,6 +86,7 @@ class OnRanks:
         self.defaults = {**(self._own_defaults or {}), **self.defaults}
         with _checks.with_call(who, param_group=...):
             super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
+        self.__dict__.pop("_numbers", None)
         try:
             self._begin(self.param_groups[-1])
         except BaseException:
@@ -168,6 +169,11 @@ class OnRanks:
             return closure()
 
     @cached_property
+    def _numbers(self) -> dict[Any, int]:
+        """The numbers of the parameters in the random stream, which are hashes of their names."""
+        return dict(zip(self._all_params(), leaf_numbers(self._names())))
+
+    @cached_property
     def _witness(self) -> Witness:
         return Witness(self._name)
 
@@ -240,6 +246,7 @@ class OnRanks:
 
     def _begin_anew(self) -> None:
         """Forget what was read of key, state and groups, which have changed, and begin the comparison of ranks again."""
+        self.__dict__.pop("_numbers", None)
         if "_witness" in self.__dict__:
             self._witness.restart()
 

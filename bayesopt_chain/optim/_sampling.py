@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import MappingProxyType, NoneType
@@ -46,7 +46,6 @@ from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
-from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
@@ -168,7 +167,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _begin_anew(self) -> None:
         super()._begin_anew()
         self._work = None
-        self.__dict__.pop("_numbers", None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "heat_guard": self.heat_guard}
@@ -360,11 +358,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._cold = [group for group in self.param_groups if not self._temperature(group)]
         return [*alike.values()]
 
-    @cached_property
-    def _numbers(self) -> dict[Any, int]:
-        """The numbers of the parameters in the random stream, which are hashes of their names."""
-        return dict(zip(self._all_params(), leaf_numbers(self._names())))
-
     def _claims(self) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip(self._all_params(), self._names()))
@@ -414,12 +407,11 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
     )
 
 
-_ASK = "or ask bc.diagnostics.heating; heat_guard=None silences this"
-_SPREAD = (
-    "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run the loop in one "
-    f"process with it first, {_ASK}"
+_LEFT_OUT = (
+    "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient, and sparse gradients, "
+    "as those of Embedding(sparse=True). Run the loop in one process with sparse=False first, or ask bc.diagnostics.heating; "
+    "heat_guard=None silences this"
 )
-_SPARSE = f"sparse gradients, as those of Embedding(sparse=True). Run the loop with sparse=False first, {_ASK}"
 
 
 def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
@@ -446,9 +438,7 @@ def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
                 continue
             if is_dtensor(g) or g.layout is not torch.strided:
                 if not rule.heat_guard.has_left_out:
-                    checks.warn(
-                        f"{rule._name}: the heat guard does not look at {_SPREAD if is_dtensor(g) else _SPARSE}"
-                    )
+                    checks.warn(f"{rule._name}: the heat guard does not look at {_LEFT_OUT}")
                 rule.heat_guard.has_left_out = True
                 continue
             if rule.adaptive and "step" not in state:  # it makes its preconditioner in the first step

@@ -37,7 +37,6 @@ from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.posterior.draw import warn_of_rounding
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
-from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import wide
 
 _POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
@@ -289,11 +288,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
             ]
         return dict(zip(self._names(), values))
 
-    def _leaves(self) -> Iterator[tuple[dict[str, Any], Any, int]]:
-        """Yield the group, the parameter and the number in the random stream of every leaf."""
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for (group, p), number in zip(params, leaf_numbers(self._names())):
-            yield group, p, number
+    def _leaves(self) -> list[tuple[dict[str, Any], Any, int]]:
+        """List the group, the parameter and the number in the random stream of every leaf."""
+        return [(group, p, self._numbers[p]) for group in self.param_groups for p in group["params"]]
 
 
 class StepsAtDraws:
