@@ -9,10 +9,7 @@ checkpoint. Examples of names in the table:
     chain 3/params/w                       with ``chains``, one tensor for each chain, by the global number of the chain
 
 DCP stores no checksums. So a file beside the table has the SHA-256 of every other file (``sha256sum -c .sha256`` compares
-them); the ranks share the work of comparing them before a checkpoint is read. The pieces of a tensor must cover each of its
-elements once. With the indicator function ``1_B`` of a box ``B`` this is ``sum_B 1_B = 1_whole``, and equivalently the same for
-the mixed differences of these functions, which are ``+1`` or ``-1`` at the corners of the boxes and zero elsewhere, so that it
-takes a count of corners.
+them); the ranks share the work of comparing them before anything else is read.
 
 Three properties of DCP would lose data without a message, and are refused here. It takes plain tensors of one name on several
 ranks for replicas and keeps one of them, even if they differ. It stores values that are not tensors for one rank only. When
@@ -26,8 +23,7 @@ import itertools
 import os
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +50,6 @@ from bayesopt_chain.trees import named_leaves
 TABLE = ".metadata"  # the file of DCP's table of contents
 DIGESTS = ".sha256"  # the digests of all other files, as sha256sum writes them, behind the table
 CHAIN = re.compile(r"chain ([0-9]{1,9})/")  # how the names of tensors of one chain begin
-MOST_CORNERS = 1 << 22  # of pieces of one tensor
 _CHAINS = checks.Kind(
     lambda x: isinstance(x, range) and min(x, default=0) >= 0, "a range of numbers of chains, as chains.numbers is"
 ).or_none()
@@ -132,34 +127,27 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _require_digests(folder: Path, files: Iterable[str]) -> bool:
+def _require_digests(folder: Path) -> None:
     """Compare the table of contents, and this rank's share of the other files, with their digests.
 
-    Args:
-        folder: of the checkpoint.
-        files: those that the table names. Others may be left from a save that was cut off on more ranks.
-
-    Returns:
-        Whether there are digests to compare with.
-
     Raises:
-        ValueError: naming a file that differs.
+        ValueError: naming a file that differs; there are no digests to compare with.
     """
-    from bayesopt_chain.distributed.restricted import is_small
-
     record = folder / DIGESTS
-    if not record.exists():
-        return False
-    lines = record.read_bytes().decode(errors="replace").split("\n")[:-1] if is_small(record) else []
+    if not record.is_file():
+        raise ValueError(
+            f"load: {folder} has no digests: bc.distributed.save has not written it, or not to its end. Load an earlier "
+            "checkpoint, or what torch itself has saved by torch.distributed.checkpoint.load"
+        )
+    lines = record.read_bytes().decode(errors="replace").split("\n")[:-1]
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    names = sorted({*digests, *files} - {TABLE})
+    names = sorted(digests.keys() - {TABLE})
     for file in (TABLE, *names[world().rank :: world().size]):
         if not (folder / file).is_file() or _sha256(folder / file) != digests.get(file):
             raise ValueError(
                 f"load: {file} of the checkpoint in {folder} is damaged: it is not the file whose digest stands in {DIGESTS}; "
                 "load an earlier checkpoint"
             )
-    return True
 
 
 @checks.takes(path=checks.FOLDER, tree=checks.ANY, chains=_CHAINS)
@@ -170,7 +158,7 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     refused, no tensor was changed. Every file is compared with its digest first.
 
     Args:
-        path: a directory that :func:`save` wrote, or ``torch.distributed.checkpoint.save`` itself, whose files have no digests.
+        path: a directory that :func:`save` wrote.
         tree: of tensors, as for :func:`save`. The tensors are overwritten in place.
         chains: the global numbers of the chains of this rank, which may differ from those with which it saved.
 
@@ -179,11 +167,8 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
         TypeError: a leaf that is not a dense tensor with values.
         ValueError: a tensor is only in the tree or only in the checkpoint, or has another shape or dtype, or in the tree one
             element in several places, as ``x.expand`` gives it; a saved chain is
-            loaded by no rank; a file differs from its digest; pieces of a tensor do not cover each of its elements once; the
-            table of contents has anything but descriptions of tensors, in which case no code that it names is run.
-
-    Warns:
-        RuntimeWarning: there are no digests, so that damage cannot be seen.
+            loaded by no rank; a file differs from its digest, or there are no digests; the table of contents has anything but
+            descriptions of tensors, in which case no code that it names is run.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -198,15 +183,14 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
 
     from bayesopt_chain.distributed.restricted import RestrictedReader
 
-    def checked() -> tuple[dict[str, Tensor], set[int], bool]:
+    def checked() -> tuple[dict[str, Tensor], set[int]]:
         if not (Path(path) / TABLE).exists():
             raise FileNotFoundError(
                 f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
             )
         tensors = _named("load", tree, chains)
-        contents = RestrictedReader(str(path)).read_metadata()
-        compared = _require_digests(Path(path), {str(x.relative_path) for x in (contents.storage_data or {}).values()})
-        table: dict[str, Any] = contents.state_dict_metadata
+        _require_digests(Path(path))
+        table: dict[str, Any] = RestrictedReader(str(path)).read_metadata().state_dict_metadata
         # without chains= a name that begins so is the user's own
         saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name)) and chains is not None}
         here = {name: about for name, about in table.items() if saved.get(name) in {None, *(chains or ())}}
@@ -214,33 +198,19 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
             f"load: the checkpoint in {path} does not fit",
             {name: f"{x.dtype} {tuple(x.shape)}" for name, x in tensors.items()},
             {name: f"{about.properties.dtype} {tuple(about.size)}" for name, about in here.items()},
-            [
-                *(f"the pieces of {n} do not cover its elements once" for n, x in here.items() if not _covers_once(x)),
-                *(f"{n} has one element in several places; clone it" for n, x in tensors.items() if _repeats(local(x))),
-            ],
+            [f"{n} has one element in several places; clone it" for n, x in tensors.items() if _repeats(local(x))],
         )
-        return tensors, {*saved.values()}, compared
+        return tensors, {*saved.values()}
 
     # Nothing is read before every rank has passed its checks, so that a refusal leaves all tensors as they were.
-    tensors, saved, compared = together(None, checked)
+    tensors, saved = together(None, checked)
     if left := saved.difference(*gather_objects([*(chains or ())], None)):
         raise ValueError(
             f"load: {path} holds chains {shown_some(sorted(saved))}, and no rank loads {sorted(left)[:8]}: run as many chains "
             "as were saved"
         )
-    if not compared:
-        checks.warn(
-            f"load: {path} has no digests, so that damage is not checked for: bc.distributed.save has not written it, or not "
-            "to its end",
-            RuntimeWarning,
-        )
-    # Reading what was not compared can end in the middle.
-    into = tensors if compared else {name: torch.empty_like(x) for name, x in tensors.items()}
     with _by_name(f"load: {path} cannot be read", ValueError) as alone:
-        read(into, storage_reader=RestrictedReader(str(path)), no_dist=alone)
-    if not compared:
-        for name, x in tensors.items():
-            x.copy_(into[name])
+        read(tensors, storage_reader=RestrictedReader(str(path)), no_dist=alone)
 
 
 def _repeats(x: Tensor) -> bool:
@@ -309,17 +279,3 @@ def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
                 f"axis 0 of every tensor counts the {len(chains)} chains of this rank"
             )
     return {f"chain {number}/{name}": x[i] for i, number in enumerate(chains) for name, x in out.items()}
-
-
-def _covers_once(about: Any) -> bool:
-    """Whether each element of a tensor lies in one of its pieces (see the top of this file)."""
-    whole = ((0,) * len(about.size), tuple(about.size))
-    boxes = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in about.chunks}
-    cut = [d for d in range(len(about.size)) if any((at[d], n[d]) != (0, about.size[d]) for at, n in boxes)]
-    if len(boxes) << len(cut) > MOST_CORNERS:
-        return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, (at, n) in ((-1, whole), *((1, box) for box in boxes)):
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corners[tuple(at[d] + n[d] * end for d, end in zip(cut, ends))] += sign * (-1) ** sum(ends)
-    return not any(corners.values())

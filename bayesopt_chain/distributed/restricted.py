@@ -2,8 +2,7 @@
 
 The table of contents of a checkpoint is a pickle, which torch reads without restrictions: it can run code, and it can name any
 file of the machine. The reader of this module accepts torch's own descriptions of tensors, and regular files in the folder of
-the checkpoint, and nothing else. The files hold one zip archive for each piece of a tensor, which must not be compressed: a
-small file cannot ask for much memory.
+the checkpoint, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import zipfile
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 # By module, the classes and functions that a table of contents of tensors needs.
 DESCRIPTIONS = {
@@ -39,7 +37,6 @@ DESCRIPTIONS = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
 }
 FILE = re.compile(r"__\d+_\d+\.distcp")  # the files that DCP writes, which have no folder in their names
-TABLE_BYTES = 1 << 28  # the largest table of contents that is read
 
 
 # The unpickler that is written in Python. The one in C allocates as much memory as a damaged file asks for.
@@ -76,8 +73,6 @@ class RestrictedReader(FileSystemReader):
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
-            if not is_small(path):
-                raise ValueError(f"it is no regular file of at most {TABLE_BYTES >> 20} MB")
             table = _Unpickler(io.BytesIO(path.read_bytes())).load()
             _require_tensors(path.parent, table)
         except Exception as err:  # a damaged pickle can end in any of them
@@ -88,22 +83,9 @@ class RestrictedReader(FileSystemReader):
         table.storage_meta = StorageMeta(load_id=self.load_id)
         return table
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """Return the part of a file that holds one piece of a tensor.
-
-        Raises:
-            ValueError: it is no zip archive, or one that is larger than it takes on the disk.
-        """
-        piece = io.BytesIO(super()._slice_file(file, sinfo).read())
-        entries = zipfile.ZipFile(piece).infolist()
-        if any(x.compress_type for x in entries) or sum(x.file_size for x in entries) > sinfo.length:
-            raise ValueError(f"{sinfo.relative_path} is compressed, which DCP never does")
-        piece.seek(0)
-        return piece
-
 
 def _require_tensors(folder: Path, table: Any) -> None:
-    """Refuse a table of contents with entries that are not tensors, or whose pieces or files are not there.
+    """Refuse a table of contents with entries that are not tensors, or whose files are not there.
 
     Args:
         folder: of the checkpoint.
@@ -117,20 +99,7 @@ def _require_tensors(folder: Path, table: Any) -> None:
     for name, about in table.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(about, TensorStorageMetadata):
             raise ValueError(f"{name!r} is no tensor, and would be unpickled")
-        if not isinstance(about.properties.dtype, torch.dtype):
-            raise ValueError(f"{name!r} is of {about.properties.dtype!r}")
-        for piece in about.chunks:
-            offsets, sizes = piece.offsets, piece.sizes
-            if not len(offsets) == len(sizes) == len(about.size) <= 64 or min((*offsets, *sizes, *about.size, 0)) < 0:
-                raise ValueError(f"{name!r} has a piece of shape {sizes} at {offsets}")
-            if MetadataIndex(name, offsets) not in (table.storage_data or {}):
-                raise ValueError(f"the piece of {name!r} at {tuple(offsets)} is nowhere")
     for place in (table.storage_data or {}).values():
         file = str(place.relative_path)
         if not FILE.fullmatch(file) or not (folder / file).is_file() or place.transform_descriptors:
             raise ValueError(f"it names {file!r}, which is no file of pieces that is there")
-
-
-def is_small(file: Path) -> bool:
-    """Whether this is a regular file that can be read at once."""
-    return file.is_file() and file.stat().st_size <= TABLE_BYTES
