@@ -458,33 +458,23 @@ def _mine(path: Path, rank: int, size: int) -> Path:
 
 
 def _saved(path: Path, rank: int, size: int) -> Path:
-    """The file that this rank is to load.
+    """The file that this rank is to load: what one process saved, or its own of as many ranks as load.
 
     Raises:
-        FileNotFoundError: there is none, or this rank's is missing among the others.
-        ValueError: another number of ranks saved, or several numbers of them did.
+        ValueError: another number of ranks has saved, alone or besides.
     """
-    ranked = re.compile(re.escape(path.stem) + r"\.rank-\d{5}-of-(\d{5})" + re.escape(path.suffix))
-    found = [match for file in path.parent.glob("*") if (match := ranked.fullmatch(file.name))]
-    sizes = sorted({int(match[1]) for match in found} | ({1} if path.exists() else set()))
-    if len(sizes) > 1:
-        raise ValueError(
-            f"load: {path} was saved by {' and by '.join(map(str, sizes))} ranks, and which is newer no file says: remove "
-            f"the files of the older, such as {found[0][0]}"
-        )
-    if sizes in ([], [1]):
+    ranked = re.compile(re.escape(path.stem) + r"\.rank-\d{5}-of-\d{5}" + re.escape(path.suffix))
+    found = {file.name for file in path.parent.glob("*") if ranked.fullmatch(file.name)}
+    if not found:
         return path
-    if sizes != [size]:
+    found |= {path.name} if path.exists() else set()
+    if others := sorted(found - {_mine(path, i, size).name for i in range(size)}):
         raise ValueError(
-            f"load: {sizes[0]} ranks saved {path}, and {size} load it: load it with {sizes[0]}, or one rank's by its "
-            f"name, such as {found[0][0]}. bc.distributed.save(folder, tree) writes what any number of ranks reads"
+            f"load: {path} was saved by another number of ranks than the {size} that load it, as {others[0]}: remove what is "
+            "older, load one rank's file by its name, or save by bc.distributed.save(folder, tree), which any number of ranks "
+            "reads"
         )
-    own = _mine(path, rank, size)
-    if not own.exists():
-        raise FileNotFoundError(
-            f"load: {size} ranks saved {path}, and {own.name} is missing: save on every rank, or restore it"
-        )
-    return own
+    return _mine(path, rank, size)
 
 
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
