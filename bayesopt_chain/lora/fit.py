@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,14 @@ METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given
 HELD_OUT = 5  # a fifth of the sequences decides on the prior
 LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
+_ANSWERS = checks.Kind(
+    lambda x: isinstance(x, (list, tuple)) and len(set(x)) == len(x) >= 2 and all(map(checks.INDEX.fits, x)),
+    "a list of at least two different tokens",
+    (list, tuple),
+)
+_PRECISION = checks.Kind(
+    lambda x: x == "held out" or checks.POSITIVE.fits(x), "a positive number, or 'held out'", (Real, str)
+)
 
 
 class Prior(NamedTuple):
@@ -87,6 +96,16 @@ PRIORS = {
 }
 
 
+@checks.takes(
+    method=checks.one_of(*METHODS),
+    members=checks.WHOLE,
+    draws=checks.WHOLE,
+    batch_size=checks.WHOLE,
+    prior_precision=_PRECISION,
+    prior=checks.instance(Gaussian, "a Gaussian, such as adapters.posterior"),
+    answers=_ANSWERS,
+    mesh=checks.ANY,
+)
 def bayesian_lora(
     model: nn.Module,
     data: Any,
@@ -146,15 +165,9 @@ def bayesian_lora(
         >>> lora.bayesian_lora(model, data, method="sghmc", members=2, draws=6, steps=40)
         Adapters(6 draws of 3 tensors; method=sghmc, prior=..., gradients=..., tokens=60, T=1/60)
     """
-    checks.require("bayesian_lora", seed=(seed, checks.SEED))
     problem = _problem(model, data, answers, batch_size, seed, prior)
-    if method not in METHODS:
-        raise ValueError(f"bayesian_lora: method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
-    for name, number in (("members", members), ("draws", draws), ("batch_size", batch_size)):
-        checks.WHOLE(f"bayesian_lora: {name}", number)
     count = members if method in ("ensemble", "sghmc") else 1
     steps = EPOCHS * count * -(-problem.size // problem.batch_size) if steps is None else steps
-    checks.WHOLE("bayesian_lora: steps", steps)
     if prior is not None and prior_precision != "held out":
         raise ValueError(
             "bayesian_lora: pass one of prior and prior_precision: a Gaussian prior has precisions of its own"
@@ -173,8 +186,6 @@ def bayesian_lora(
         raise ValueError(
             f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
-    if prior_precision != "held out":
-        checks.POSITIVE("bayesian_lora: prior_precision", prior_precision)
     given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
     given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
     given |= {"data": describe([problem.data.inputs, problem.data.targets]), "answers": problem.answers}
@@ -212,21 +223,14 @@ def bayesian_lora(
     )
 
 
-def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, prior: Any) -> _Problem:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"bayesian_lora: model is {type(model).__name__}, not a torch.nn.Module")
+def _problem(
+    model: Any, data: Any, answers: list[int] | None, batch_size: int, seed: int, prior: Gaussian | None
+) -> _Problem:
     model = inner_of(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "bayesian_lora: no parameter of the model asks for a gradient: pass a PEFT model with its adapter on"
         )
-    if answers is not None and not (
-        isinstance(answers, (list, tuple))
-        and len(set(answers)) == len(answers) >= 2
-        and all(isinstance(a, int) for a in answers)
-    ):
-        raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
-    checks.WHOLE("bayesian_lora: batch_size", batch_size)
     held, _ = read(data, least=1, who="bayesian_lora")
     if held.raw is None:
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
@@ -243,10 +247,6 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
     if not bool((targets != LEFT_OUT).any()):
         raise ValueError("bayesian_lora: no label of data counts: all are -100, the first of a sequence, or no answer")
     if prior is not None:
-        if not isinstance(prior, Gaussian):
-            raise TypeError(
-                f"bayesian_lora: prior is {type(prior).__name__}: pass a Gaussian, such as adapters.posterior"
-            )
         own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         require_like(prior.mean, own, "bayesian_lora: prior")
         prior = prior.factorised()
