@@ -10,7 +10,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import optree
 import torch
@@ -31,21 +31,12 @@ from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import paths_of
 
 CALL_SCHEDULES = ("bayesopt_chain.schedules", "bayesopt_chain.links.learning_rate")  # files that call a user's schedule
-Gathered = TypeVar("Gathered", bound="Gatherable")
 
 
 _STACKED = checks.Kind(
     lambda x: checks.TREE.fits(x) and all(leaf.ndim for leaf in optree.tree_leaves(x)),
     "a tree of tensors with the chains on axis 0",
 )
-
-
-class Gatherable(Protocol):
-    """The draws of some chains, with a method that collects the draws of all ranks."""
-
-    def gather(self: Gathered, mesh: Any) -> Gathered:
-        """Return the draws of all ranks of a mesh, on every rank."""
-        ...
 
 
 class Parallel:
@@ -180,22 +171,6 @@ class Parallel:
             self.total,
             rows,
         )
-
-    @checks.takes(draws=checks.SAMPLED)
-    def gather(self, draws: Gathered) -> Gathered:
-        """Collect the draws of all chains on every rank of the mesh, for diagnostics.
-
-        Args:
-            draws: the draws of this rank's chains.
-
-        Returns:
-            The draws of all ranks; ``draws`` itself without a mesh.
-
-        Raises:
-            TypeError: ``draws`` are no draws.
-            ValueError: the ranks hold draws of different leaves or steps. Then all ranks raise.
-        """
-        return draws if self.mesh is None else draws.gather(self.mesh)
 
     @property
     def is_stacked(self) -> bool:

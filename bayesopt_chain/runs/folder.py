@@ -42,7 +42,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ STEP, LOSS, WEIGHT, LEAF, BUFFER = "_step", "_loss", "_weight", "params/", "buff
 HEAD, DEEPEST = "head.safetensors", 100
 DRAWS = re.compile(r"draws-([0-9]{16})\.safetensors")
 FOLDER = re.compile(r"chains-[0-9]{5}-[0-9]{5}|rank-[0-9]{5}-of-[0-9]{5}")
-MERGING = 5  # so often a folder is listed again that somebody writes to meanwhile
+MERGING = 4  # so often a folder is listed again that somebody may write to meanwhile
 
 
 class Tile(NamedTuple):
@@ -141,29 +141,15 @@ def tiles_of(folder: Path, head: File, skip: bool = False) -> list[Tile]:
         ValueError: a file is damaged, or of another run.
     """
     for _ in range(MERGING):
-        listing = _listing(folder)
-        try:
-            return _tiled(folder, head, skip, listing)
-        except (FileNotFoundError, ValueError):
-            if listing == _listing(folder):
-                raise
-    raise ValueError(f"Draws: {folder} changes while it is read; open it again when its run pauses")
+        with suppress(FileNotFoundError, ValueError):  # files were merged behind the listing, perhaps
+            return _tiled(folder, head, skip)
+    return _tiled(folder, head, skip)
 
 
-def _listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Names of files of draws, with inode and size."""
-    out = dict[str, tuple[int, int]]()
-    for name in sorted(filter(DRAWS.fullmatch, os.listdir(folder))):
-        with suppress(FileNotFoundError):  # merged into another one since
-            status = os.lstat(folder / name)
-            out[name] = (status.st_ino, status.st_size)
-    return out
-
-
-def _tiled(folder: Path, head: File, skip: bool, names: Mapping[str, Any]) -> list[Tile]:
+def _tiled(folder: Path, head: File, skip: bool) -> list[Tile]:
     out, about, known = list[Tile](), head.metadata, True  # known: what lies behind `done` is not hidden by damage
     done, before = 0, ""
-    for name in names:
+    for name in sorted(filter(DRAWS.fullmatch, os.listdir(folder))):
         since = int(name[6:22])
         try:
             file = _draws_file(folder / name, since, about, out[0].file if out else None)
@@ -619,24 +605,17 @@ def side_by_side(
     return out
 
 
-def spans(pieces: Sequence[Piece], rows: Sequence[int]) -> Iterator[tuple[Piece, int, int, list[int] | None]]:
-    """What to read for these rows, in their order: a piece, its rows from where to where, and which of them, if not all."""
-    ends = list(itertools.accumulate(p.size for p in pieces))
+def rows_of(pieces: Sequence[Piece], rows: Sequence[int], name: str, elements: tuple[int, int] | None = None) -> Tensor:
+    """Some rows of a column, in this order; of each row all, or some elements, taken as flat."""
+    ends, parts = list(itertools.accumulate(p.size for p in pieces)), list[Tensor]()
     for k, group in itertools.groupby(rows, lambda r: bisect.bisect_right(ends, r)):
         at = [r - ends[k] + pieces[k].size for r in group]
         low, high = min(at), max(at) + 1
         if high - low > SPARSE * len(at):
-            yield from ((pieces[k], i, i + 1, None) for i in at)
-        else:
-            yield pieces[k], low, high, None if at == list(range(low, high)) else [i - low for i in at]
-
-
-def rows_of(pieces: Sequence[Piece], rows: Sequence[int], name: str, elements: tuple[int, int] | None = None) -> Tensor:
-    """Some rows of a column, in this order; of each row all, or some elements, taken as flat."""
-    parts = list[Tensor]()
-    for piece, low, high, wanted in spans(pieces, rows):
-        x = piece.read(name, low, high, elements)
-        parts.append(x if wanted is None else x[wanted])
+            parts += [pieces[k].read(name, i, i + 1, elements) for i in at]
+            continue
+        x = pieces[k].read(name, low, high, elements)
+        parts.append(x if at == list(range(low, high)) else x[[i - low for i in at]])
     if not parts:
         return pieces[0].read(name, 0, 0, elements)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

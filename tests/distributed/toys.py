@@ -212,7 +212,7 @@ def sampled(
         )  # fmt: skip
     assert not quiet or messages.get_total_counts() == 0
     if numbers and path is None and line():  # chains in memory: every rank gathers those of all
-        draws, numbers = step.gather(draws), None
+        draws, numbers = draws if step.mesh is None else draws.gather(step.mesh), None
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
     velocity = None if lies or kind == "module" or draws.last is None else getattr(draws.last[1][0], "trace", [None])[0]
     params = {name: x.detach() for name, x in whole(dict(draws.params)).items()}
