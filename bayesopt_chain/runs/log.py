@@ -1,11 +1,9 @@
-"""Numbers of a run while it runs: in a progress bar, in TensorBoard, Weights & Biases and what else takes them by name."""
+"""Numbers of a run while it runs: in TensorBoard, Weights & Biases and what else takes them by name."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ import torch
 from bayesopt_chain import checks
 from bayesopt_chain.runs.run import Iteration
 
-SECONDS = 2.0  # between two looks at how well the chains have mixed
 EACH = 16  # chains that have a curve each; of more there is the mean alone
 
 
@@ -94,45 +91,3 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
         return [(name, x.item())]
     each = [(f"{name}/{i}", v) for i, v in enumerate(x.tolist())] if len(x) <= EACH else []
     return [(name, x.mean().item() if len(x) else math.nan), *each]
-
-
-class Progress:
-    """A progress bar: loss, number of draws, and the effective sample size and R-hat of the loss so far.
-
-    The last two need the extra ``diagnostics``.
-
-    Args:
-        steps: of the whole run.
-        done: that were made before.
-    """
-
-    def __init__(self, steps: int, done: int) -> None:
-        checks.installed("progress=True", "runs", "tqdm")
-        from tqdm.auto import tqdm
-
-        self.losses = list[torch.Tensor]()
-        self.looked, self.mixed = -math.inf, dict[str, str]()
-        self.bar: Any = tqdm(total=steps, initial=done, unit="step")
-
-    def update(self, it: Iteration) -> None:
-        """Show a step."""
-        if it.is_draw:
-            loss, told = getattr(it.info, "loss", None), dict[str, str]()
-            if isinstance(loss, torch.Tensor):
-                self.losses.append(loss.detach().double().cpu().reshape(-1))
-                told = {"loss": f"{loss.mean().item():.4g}", "draws": str(len(self.losses)), **self._mixing()}
-            self.bar.set_postfix(told, refresh=False)
-        self.bar.update()
-
-    def _mixing(self) -> dict[str, str]:
-        if len(self.losses) >= 8 and time.monotonic() - self.looked >= SECONDS:
-            with suppress(ImportError):
-                from arviz_stats.base import array
-
-                statistics: Any = array.array_stats
-                x = torch.stack(self.losses, 1).numpy()  # [chains, draws]
-                self.mixed = {"ess": f"{float(statistics.ess(x, chain_axis=0, draw_axis=1, method='bulk')):.0f}"}
-                if len(x) > 1:
-                    self.mixed["r_hat"] = f"{float(statistics.rhat(x, chain_axis=0, draw_axis=1, method='rank')):.3f}"
-            self.looked = time.monotonic()
-        return self.mixed

@@ -30,8 +30,8 @@ from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_ob
 from bayesopt_chain.distributed.shards import mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.parallel import Parallel, seeded_state
+from bayesopt_chain.modules.functional import with_progress
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.log import Progress
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, chain_of, of_one_chain, uncaptured
 from bayesopt_chain.runs.store import Store, place_of
 from bayesopt_chain.trees import found_finite
@@ -149,8 +149,7 @@ def sample(
             ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on.
         keep: ``False`` keeps no draw, in memory or on disk: what the callbacks made of them is all there is. ``Draws.last`` and
             checkpoints are the same. Default: True.
-        progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
-            size and R-hat of the loss so far (needs tqdm; the last two the extra ``diagnostics``).
+        progress: show a progress bar with steps per second and the loss of the last draw (needs tqdm).
 
     Of a chain that moves the mean of a Gaussian (``bc.vi``) the draws are its means, which a warning says. The Gaussian's own
     are ``tx.posterior(state, params).sample((n,))`` with ``params, state = draws.last``.
@@ -269,11 +268,10 @@ def _go(run: Run, store: Store) -> Draws:
         sigint.raises = True  # to go through batches that were seen may take long
         *last, done = store.restore()
         sigint.raises = False
-        progress = Progress(run.steps, done) if run.progress else None
         ended = _Ended((last[0], last[1]), done)
         watch = Divergence(run, store.losses(done), last[1])
         try:
-            ended.why = _steps(run, store, ended, watch, sigint, progress)
+            ended.why = _steps(run, store, ended, watch, sigint)
             if not ended.rescue:
                 store.finish(*ended.last, ended.done, ended.done >= run.steps, ended.why)
         except BaseException as err:
@@ -296,9 +294,6 @@ def _go(run: Run, store: Store) -> Draws:
                         err.add_note(f"sample: {note}")
                 raise
             ended.rescue = True
-        finally:
-            if progress is not None:
-                progress.bar.close()
         if ended.rescue and (failed := store.rescue(ended.done, ended.why)) and store.size:
             checks.warn(f"sample: the last {store.size} draws are in memory only: {failed}")
         store.together(lambda: None)  # until the first rank has written
@@ -313,11 +308,10 @@ class _Ended:
         self.why, self.rescue = "", False
 
 
-def _steps(
-    run: Run, store: Store, ended: _Ended, watch: Divergence, sigint: Interrupts, progress: Progress | None
-) -> str:
+def _steps(run: Run, store: Store, ended: _Ended, watch: Divergence, sigint: Interrupts) -> str:
     """Make steps until the last one, or until something ends the run; returns what did."""
-    for n in range(ended.done + 1, run.steps + 1):
+    steps: Any = with_progress(range(ended.done + 1, run.steps + 1), run.progress, unit="step")
+    for n in steps:
         if sigint.asked and not store.place.shares:  # ranks that share a chain end after the same step
             return f"interrupted after step {ended.done}"
         sigint.raises = True
@@ -331,8 +325,8 @@ def _steps(
         if it.is_draw and run.keep:
             store.add(_beside_its_weight(it, *ended.last), loss)
         ended.last, ended.done = (it.params, it.state), n
-        if progress is not None:
-            progress.update(it)
+        if run.progress and loss is not None:
+            steps.set_postfix(loss=f"{loss.mean().item():.4g}", refresh=False)
         if (run.callbacks or store.heeds) and (why := _ended_by_callback(run, store, it, sigint)):
             ended.rescue = why == "interrupted"  # a callback may not have seen this step, which is made again
             return f"{why} after step {n}"

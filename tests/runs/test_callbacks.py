@@ -158,8 +158,8 @@ def test_a_run_that_keeps_no_draw_hands_each_to_its_callbacks_and_goes_on(tmp_pa
         bc.sample(*started(), steps=40, burn_in=10, thinning=3, path=tmp_path, callbacks=[Means()])
 
 
-def test_the_bar_says_loss_and_draws_and_how_well_chains_mix(capsys):
+def test_the_bar_says_how_far_a_run_is_and_its_loss(capsys):
     step, params = bc.parallel(bc.make_step(loss, TX), 2), {"w": torch.ones(2, 3)}
     bc.sample(step, params, step.init(TX, params, seed=0), None, steps=30, progress=True)
     said = capsys.readouterr().err
-    assert all(words in said for words in ("30/30", "loss=", "draws=30", "ess=", "r_hat=")), said
+    assert all(words in said for words in ("30/30", "loss=")), said
