@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain.data.index_stream import IndexStream, Order, Rule
+from bayesopt_chain.data.index_stream import IndexStream, Order
 
 Mesh = Any  # a DeviceMesh of one axis, or (rank, number of ranks)
 
@@ -49,7 +49,7 @@ class Epochs:
         self,
         data: Any,
         batch_size: int,
-        order: Order | Rule,
+        order: Order,
         seed: int,
         chains: int | None,
         leave_out: Sequence[Tensor],
@@ -58,7 +58,7 @@ class Epochs:
     ) -> None:
         self.data = data
         self.batch_size = batch_size
-        self.order: Any = order if isinstance(order, str) else getattr(order, "__qualname__", type(order).__name__)
+        self.order = order
         self.seed = seed
         self.chains = chains
         self.leaves, self.spec, self.size = columns(data)
@@ -272,13 +272,19 @@ _ROWS = checks.Kind(
 
 
 @checks.takes(
-    batch_size=_SEED, seed=_SEED, chains=checks.WHOLE.or_none(), leave_out=_ROWS, with_rows=checks.BOOL, mesh=checks.ANY
+    order=checks.one_of(*get_args(Order)),
+    batch_size=_SEED,
+    seed=_SEED,
+    chains=checks.WHOLE.or_none(),
+    leave_out=_ROWS,
+    with_rows=checks.BOOL,
+    mesh=checks.ANY,
 )
 def epochs(
     data: Any,
     batch_size: int,
     *,
-    order: Order | Rule = "reshuffled",
+    order: Order = "reshuffled",
     seed: int = 0,
     chains: int | None = None,
     leave_out: Tensor | Sequence[Tensor] | None = None,
@@ -293,8 +299,7 @@ def epochs(
         batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
             epoch.
         order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
-            ``"fixed"`` warns. Or a function ``order(rows, seed, epoch, chain)`` that returns ``rows``, int64 ``[n]``, permuted;
-            it must give the same for the same arguments.
+            ``"fixed"`` warns.
         seed: of the order, an integer.
         chains: give each of so many chains of :func:`bayesopt_chain.parallel` an order of its own, batches with the
             chains on axis 0 (``batch_dim=0``). A chain's order does not depend on how many there are; chain 0 has that
@@ -327,12 +332,6 @@ def epochs(
         >>> torch.equal(torch.cat([first.batch(0, 0), second.batch(0, 0)]), data.batch(0, 0)[0])
         True
     """
-    named: Any = order
-    if not checks.FUNCTION.fits(named) and not (isinstance(named, str) and named in get_args(Order)):
-        raise ValueError(
-            f"epochs: order must be one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain); got "
-            f"{order!r}"
-        )
     batch_size, place = operator.index(batch_size), _place(mesh)
     size = columns(data)[2]
     left_out = _left_out(leave_out, size, chains)

@@ -24,8 +24,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
@@ -43,8 +42,6 @@ T = TypeVar("T")
 Mesh = Any  # a DeviceMesh, whose module is not imported here because that is slow and few programs need it
 
 COMPARED = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])  # the steps since a start at which ranks are compared
-
-_BLOCK = 2**17  # how many words of 64 bits are hashed at once
 
 
 class World(NamedTuple):
@@ -274,8 +271,6 @@ DRIFTED = (
 def require_alike(message: str, mine: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Refuse, on every rank, values of one name that are not alike on two of them.
 
-    With a mesh it takes one message of two numbers where all is alike, whatever the number of ranks.
-
     Args:
         message: of the error, with ``{}`` in the place of the names, and of the values where they are numbers.
         mine: this rank's values by name, which can be hashed and pickled and should be small. A name may be absent on some.
@@ -284,8 +279,6 @@ def require_alike(message: str, mine: Mapping[str, Any], mesh: Mesh | None) -> N
     Raises:
         ValueError: there are such values.
     """
-    if mesh is not None and _are_alike(mine, mesh):
-        return
     seen: dict[str, set[Any]] = {}
     for name, value in itertools.chain(*(theirs.items() for theirs in gather_objects(mine, mesh))):
         seen.setdefault(name, set()).add(value)
@@ -295,15 +288,6 @@ def require_alike(message: str, mine: Mapping[str, Any], mesh: Mesh | None) -> N
             for name, xs in wrong.items()
         ]
         raise ValueError(message.format(shown_some(shown)))
-
-
-def _are_alike(mine: Mapping[str, Any], mesh: Mesh) -> bool:
-    """Whether all ranks of a mesh have the same values by name, of which each sends a hash."""
-    word = int.from_bytes(hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest(), "little")
-    ends = torch.tensor([word, -word], device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(ends, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    return int(ends.sum()) == 0  # the least of all words is the largest one
 
 
 def shown_some(names: Iterable[Any], most: int = 4, comma: str = ", ") -> str:
@@ -323,41 +307,17 @@ def digest(x: Tensor) -> tuple[Any, ...]:
     """
     if is_dtensor(x):
         return (runs_of(x), *digest(local(x.detach())))
-    return (str(x.dtype), *x.shape, int(hash_of_bits(x)))
+    return (str(x.dtype), *x.shape, hash_of_bits(x))
 
 
-def hash_of_bits(x: Tensor) -> Tensor:
-    """A hash of 64 bits of the bits of a plain tensor, computed on its device without waiting for it.
-
-    The bits are read as words of 64 bits, the last one filled up with zeros, and cut into blocks. Each word of a block is
-    multiplied by a random odd number that belongs to its place in the block, and the sums of the blocks are combined by
-    Horner's rule, all modulo ``2^64``. It takes about as long as adding two such tensors.
+def hash_of_bits(x: Tensor) -> int:
+    """A hash of 64 bits of the bits of a plain tensor.
 
     Args:
         x: a tensor of any dtype and shape.
-
-    Returns:
-        The hash, 0-d int64.
     """
-    weights = _weights(x.device)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for block in x.detach().contiguous().reshape(-1).view(torch.uint8).split(8 * _BLOCK):
-        if len(block) % 8 or block.storage_offset() % 8:  # words are whole, and begin at a multiple of 64 bits
-            block = torch.nn.functional.pad(block, (0, -len(block) % 8))
-        words = block.view(torch.int64)
-        of_block = weights[: len(words)]
-        # ``dot`` needs no tensor for the products, but CUDA has no dot product of integers.
-        summed = torch.dot(words, of_block) if x.device.type == "cpu" else (words * of_block).sum()
-        total = total * 0x5851F42D4C957F2D + summed  # the multiplier of Knuth's MMIX generator
-    return total
-
-
-@lru_cache
-def _weights(device: torch.device) -> Tensor:
-    """The random odd numbers of :func:`hash_of_bits`, one for each place in a block, equal on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(_BLOCK, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
-    return (drawn | 1).to(device)
+    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
@@ -442,32 +402,13 @@ def rendezvous_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def name_the_first(error: BaseException, who: str, number: int) -> None:
-    """Say in a note of an error which rank failed first, where that was another one: its peers see broken connections.
-
-    Args:
-        error: of this rank.
-        who: the first words of the note.
-        number: of the run that failed among those of this process, equal on all ranks that run one program.
-    """
-    store = rendezvous_store()
-    if store is None or isinstance(error, FailedElsewhere):
-        return
-    mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"[:1000]
-    with suppress(Exception):  # the process that held the store may have ended
-        first = store.compare_set(f"bayesopt_chain/failed/{number}", "", mine).decode()
-        if first != mine:
-            error.add_note(f"{who}: the first rank that failed was {first}")
-
-
 class Ranks:
     """The ranks that make the steps of one chain together, with a part of each batch or with parts of the parameters.
 
     Ranks with a part of each batch average gradient and loss. Every tensor of a batch has one entry for each datum on axis 0,
     except 0-d tensors, which belong to the whole batch. The weight of a rank is the number of its data.
 
-    Both kinds are compared in the calls 1, 2, 4, 16, 64 and so on of the step. Ranks that are alike send one message of two
-    numbers for each comparison and axis of a mesh.
+    Both kinds are compared in the calls 1, 2, 4, 16, 64 and so on of the step.
 
     Args:
         mesh: the ranks with a part of each batch, a mesh of one axis; ``None`` if there are none. Ranks with parts of the

@@ -191,7 +191,7 @@ class Witness:
             The message of a refusal; ``None`` without a contradiction.
         """
         rank = dist.get_rank()
-        bits, refusal = [int(hash_of_bits(c.param)) for c in claims], None
+        bits, refusal = [hash_of_bits(c.param) for c in claims], None
         for key in dict.fromkeys(claim.key for claim in claims):
             leaves, parts = dict[str, list[Any]](), dict[str, list[Any]]()
             for c, b in ((c, b) for c, b in zip(claims, bits) if c.key == key):
@@ -205,7 +205,7 @@ class Witness:
                     refusal = self._compare(store, f"{top}/key/{slot}", held, rank)
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None and c.gradient.any()]
         if refusal is None and gradients:
-            name = _combined([(_place(c), int(hash_of_bits(g))) for c, g, _ in gradients])
+            name = _combined([(_place(c), hash_of_bits(g)) for c, g, _ in gradients])
             mine = [rank, _combined([c.key for c, _, _ in gradients]), _combined([b for _, _, b in gradients])]
             other = _first(store, f"{top}/gradient/{name}", mine)
             # Different chains with bitwise equal gradients at different parameters can only follow an average.

@@ -158,7 +158,7 @@ class ResumableBatches:
             "order": mine.order,
             "shared": mine.ranks > 1,
             "seed": mine.seed,
-            "bits": None if shuffled is None else [int(hash_of_bits(x)) for x in shuffled],
+            "bits": None if shuffled is None else [hash_of_bits(x) for x in shuffled],
         }
 
     def next(self) -> Any:
@@ -291,7 +291,6 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         },
         "data": data_of(run),
         "loss": describe(getattr(of_one_chain(run.step), "loss", None)),
-        "losses": [],
         "seed": run.seed,
     }
 
@@ -385,18 +384,11 @@ def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, A
     _refuse(folder, difference(a.get("function"), b["function"], "loss"))
     if str(b["function"]).endswith("<lambda>"):  # a name that says nothing: all that is known of it is its code
         _refuse(folder, difference(a.get("code"), b["code"], "loss.code"))
-    if any(not difference(known, b) for known in [a, *theirs.get("losses", [])]):
-        return
-    checks.warn(
-        f"sample: {folder} was sampled with a loss {a['function']} that was another one: {difference(a, b)}. If they compute "
-        f"different things, its draws are of another posterior: {INSTEAD}"
-    )
-
-
-def losses_of(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity that stands, with this run's loss among those that it was sampled with."""
-    known = [theirs.get("loss"), *theirs.get("losses", [])]
-    return {**theirs, "losses": known[1:] + ([] if mine["loss"] in known else [mine["loss"]])}
+    if changed := difference(a, b):
+        checks.warn(
+            f"sample: {folder} was begun with a loss {a['function']} that was another one: {changed}. If they compute "
+            f"different things, its draws are of another posterior: {INSTEAD}"
+        )
 
 
 def keys_of(state: Any) -> list[int]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, is_replicated, local, whole
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, name_the_first, world
+from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, world
 from bayesopt_chain.distributed.shards import mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.parallel import Parallel, seeded_state
@@ -205,7 +205,6 @@ def sample(
     if place.shares:
         run.batches.share(place.mesh)
     store = Store(run, place, checkpoint_seconds)  # describes the run, its batches among it
-    store.number = next(Store.runs)
     store.heeds = place.shares and any(gather_objects(bool(callbacks), place.mesh))
     return _in_store(store)
 
@@ -284,7 +283,6 @@ def _go(run: Run, store: Store) -> Draws:
             )
             # Ranks that share the chain wait in the middle of the step, and learn of it when this one ends.
             if not interrupted or store.place.shares:
-                name_the_first(err, "sample", store.number)
                 failed = store.rescue(ended.done, ended.why)
                 with suppress(Exception):  # what ended the run says more
                     err.draws = finished = store.draws(False, ended.why, ended.last)  # type: ignore[attr-defined]

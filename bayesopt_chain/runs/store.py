@@ -12,9 +12,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import torch
@@ -58,7 +58,6 @@ from bayesopt_chain.runs.run import (
     Run,
     identity_of,
     keys_of,
-    losses_of,
     of_one_chain,
     require_same,
     uncaptured,
@@ -241,10 +240,7 @@ class Store:
         blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
         owns: whether this store has taken the folders' locks.
         heeds: whether ranks that share the chains tell each other after each step whether a callback ends the run.
-        number: of the run among those that :func:`sample` has made in this process.
     """
-
-    runs: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, run: Run, place: Place, interval: float) -> None:
         self.run, self.place, self.interval = run, place, interval
@@ -253,7 +249,7 @@ class Store:
         self.names, self.spec = list(self.like), optree.tree_structure(run.params)
         self.held, self.size = dict[str, list[Tensor]](), 0
         self.columns = dict[str, tuple[torch.Size, torch.dtype]]()
-        self.first, self.owns, self.heeds, self.number = place.shared.rank == 0, True, False, 0
+        self.first, self.owns, self.heeds = place.shared.rank == 0, True, False
         self.folders, self.blocks = list[Folder](), list[tuple[Path, slice | None]]()
         self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
@@ -390,7 +386,7 @@ class Store:
         place = self.place._replace(chains=self.place.chains[first:stop])
         out = Store(self.run.some(slice(first, stop), steps), place, self.interval)
         out.blocks = [(path, slice(rows.start - first, rows.stop - first)) for path, rows in some]
-        out.folders, out.owns, out.number = self.folders[blocks.start : blocks.stop], False, self.number
+        out.folders, out.owns = self.folders[blocks.start : blocks.stop], False
         return out
 
     def restore(self) -> tuple[Any, Any, int]:
@@ -593,7 +589,7 @@ class Store:
             state = optree.tree_map(lambda x: x[rows], state)
         return {
             "run": os.urandom(16).hex() if old is None else old["run"],
-            "identity": self.identity if old is None else losses_of(old["identity"], self.identity),
+            "identity": self.identity if old is None else old["identity"],
             "burn_in": self.run.burn_in,
             "thinning": self.run.thinning,
             "chains": chains,
