@@ -72,13 +72,11 @@ def entry(key: str, batch: Any) -> Any:
     Raises:
         ValueError: there is none.
     """
-    if isinstance(batch, Mapping):
-        if key not in batch:
-            raise ValueError(f"the batch has no {key!r}; it has {sorted(map(str, batch))}")
-        return batch[key]
-    if not hasattr(batch, key):
-        raise ValueError(f"the batch is a {type(batch).__name__}, which has no {key!r}; pass a function of the batch")
-    return getattr(batch, key)
+    try:
+        return batch[key] if isinstance(batch, Mapping) else getattr(batch, key)
+    except (KeyError, AttributeError):
+        held = f"it has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else "pass a function of the batch"
+        raise ValueError(f"the batch, a {type(batch).__name__}, has no {key!r}; {held}") from None
 
 
 def _learnt(leaves: list[Any]) -> bool:

@@ -133,7 +133,7 @@ def test_a_module_takes_its_inputs_by_key():
     ggn = bc.curvature.ggn
     for call, batch, words in (
         (bc.make_functional(module, inputs="z").forward, {"x": X}, r"has no 'z'; it has \['x'\]"),
-        (ggn(forward, bc.likelihoods.gaussian(), targets="z"), Points(X, Y), "a Points, which has no 'z'"),
+        (ggn(forward, bc.likelihoods.gaussian(), targets="z"), Points(X, Y), "a Points, has no 'z'"),
         (ggn(forward, bc.likelihoods.gaussian()), {"x": X}, "targets=, the key"),
     ):
         with pytest.raises(ValueError, match=words):

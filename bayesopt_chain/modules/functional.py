@@ -483,9 +483,8 @@ def with_progress(all_batches: Iterable, progress: bool, total: int | None = Non
 
 
 def _changes_in_training(layer: nn.Module) -> bool:
-    if isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
-        return True
-    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+    drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+    return drops or isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd))
 
 
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:

@@ -429,8 +429,6 @@ def describe(x: Any, depth: int = 0) -> Any:
         return [type(x).__name__, inner(_chosen({n: getattr(x, n) for n in defaults}, defaults))]
     if isinstance(x, Mapping):
         return {str(k): inner(v) for k, v in x.items()}
-    if isinstance(x, (set, frozenset)):
-        return sorted(map(str, x))
     if isinstance(x, GradientTransformation) and not isinstance(getattr(x, "transformation", None), type(None)):
         return [type(x).__name__, inner(getattr(x, "transformation"))]  # noqa: B009
     if isinstance(x, (list, tuple)):
@@ -596,7 +594,7 @@ def difference(a: Any, b: Any, where: str = "") -> str:
         for name in [*a, *[n for n in b if n not in a]]:
             inside = f"{where}.{name}" if where else str(name)
             if name not in a or name not in b:
-                return f"{inside} is {_short(a.get(name, 'absent'))}, here {_short(b.get(name, 'absent'))}"
+                return f"{inside} is {a.get(name, 'absent')!s:.120}, here {b.get(name, 'absent')!s:.120}"
             if said := difference(a[name], b[name], inside):
                 return said
         return ""
@@ -612,9 +610,4 @@ def difference(a: Any, b: Any, where: str = "") -> str:
         return ""
     numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
     same = a == b and (numbers or type(a) is type(b))
-    return "" if same else f"{where or 'it'} is {_short(a)}, here {_short(b)}"
-
-
-def _short(x: Any) -> str:
-    text = str(x)
-    return text if len(text) <= 120 else f"{text[:110]}..."
+    return "" if same else f"{where or 'it'} is {a!s:.120}, here {b!s:.120}"
