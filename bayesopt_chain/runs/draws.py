@@ -27,7 +27,7 @@ from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, req
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.loop.parallel import unstack
 from bayesopt_chain.modules.batch_norm import statistics
-from bayesopt_chain.modules.functional import as_batches, inner_of, logits_of, make_functional, one_by_one
+from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional, one_by_one
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
@@ -550,6 +550,8 @@ class Draws:
         if not self._buffer_names:
             warn_of_moving_buffers(forward)
         run = at_many(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
+        if isinstance(batches, (Tensor, tuple, Mapping)):
+            batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
         each = max(1, chunk // (self.chains or 1))
 
         def outputs(batch: Any) -> Iterator[Tensor]:
@@ -567,7 +569,7 @@ class Draws:
                     )
                 yield y
 
-        out = [averaged(outputs(batch), reduce) for batch in as_batches(batches)]
+        out = [averaged(outputs(batch), reduce) for batch in batches]
         if not out:
             raise ValueError(
                 "predict: batches is empty; an iterator can be gone through only once, pass a list or a loader"
