@@ -230,14 +230,10 @@ def is_bit(entry: Any) -> bool:
 
 def all_finite(leaves: Iterable[Any]) -> Tensor:
     """Whether no entry of any tensor is NaN or infinite, as a 0-d boolean tensor; what is no tensor does not matter."""
-    flags: list[Tensor] = []
-    extremes: dict[torch.device, list[Tensor]] = {}
-    for x in _with_fractions(leaves):
-        if x.is_complex() or is_transformed() or is_traced():
-            flags.append(torch.isfinite(x).all())
-        else:  # one pass that allocates nothing, 10 times faster: a NaN is smallest and largest at once
-            extremes.setdefault(x.device, []).extend(torch.aminmax(x.detach()))
-    flags += [torch.isfinite(torch.stack(of_device)).all() for of_device in extremes.values()]
+    if is_transformed() or is_traced():
+        flags = [torch.isfinite(x).all() for x in _with_fractions(leaves)]
+    else:
+        flags = [torch.isfinite(torch.stack(x)).all() for x in _extremes(leaves).values()]
     if not flags:
         return torch.ones((), dtype=torch.bool, device="cpu")
     return flags[0] if len(flags) == 1 else torch.stack([ok.to(flags[0].device) for ok in flags]).all()
@@ -245,11 +241,19 @@ def all_finite(leaves: Iterable[Any]) -> Tensor:
 
 def found_finite(leaves: Iterable[Any]) -> bool:
     """What ``all_finite`` says, read from each device once; half of its time where the tensors are small."""
+    return all(math.isfinite(v) for x in _extremes(leaves).values() for v in torch.stack(x).tolist())
+
+
+def _extremes(leaves: Iterable[Any]) -> dict[torch.device, list[Tensor]]:
+    """The smallest and the largest entry of each tensor, by device: a NaN is both of them at once.
+
+    One pass that allocates nothing, 10 times faster than to look at every entry.
+    """
     extremes: dict[torch.device, list[Tensor]] = {}
     for x in _with_fractions(leaves):
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
         extremes.setdefault(x.device, []).extend(torch.aminmax(x))
-    return all(math.isfinite(v) for of_device in extremes.values() for v in torch.stack(of_device).tolist())
+    return extremes
 
 
 def _with_fractions(leaves: Iterable[Any]) -> Iterator[Tensor]:

@@ -45,6 +45,8 @@ class Epochs:
         batch_size, order, seed, chains, with_rows: as given.
     """
 
+    drop_last = True  # as a batch sampler of torch says it
+
     def __init__(
         self,
         data: Any,
@@ -177,10 +179,7 @@ class Epochs:
 
     def _gathered(self, rows: Tensor) -> Any:
         if self.leaves is None:
-            raise TypeError(
-                f"epochs: {type(self.data).__name__} is not a tree of tensors; read it with "
-                "DataLoader(dataset, batch_sampler=epochs.indices)"
-            )
+            return rows.tolist()
         return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
 
     def _advance(self) -> tuple[int, int]:
@@ -190,13 +189,6 @@ class Epochs:
         self.at_end = last and (self.order != "palindrome" or self.epoch % 2 == 1)
         self.epoch, self.offset = (self.epoch + 1, 0) if last else (self.epoch, self.offset + 1)
         return here
-
-    @property
-    def indices(self) -> Indices:
-        """The same order as lists of row numbers: a ``batch_sampler=`` for ``torch.utils.data.DataLoader``."""
-        if self.chains is not None:
-            raise ValueError("epochs: indices are one chain's; make one epochs(..., seed=...) for each loader")
-        return Indices(self)
 
     @checks.takes(step=checks.whole(0))
     def seek(self, step: int) -> None:
@@ -244,26 +236,6 @@ class Epochs:
         return f"epochs({self.size} data, {self.batch_size}, order={self.order!r}, seed={self.seed}{chains}{part})"
 
 
-class Indices:
-    """Lists of row numbers, an epoch a pass: the ``batch_sampler`` of a :class:`Epochs`, whose position it shares."""
-
-    def __init__(self, owner: Epochs) -> None:
-        self.owner = owner
-        self.batch_size = owner.batch_size
-        self.drop_last = True
-
-    def __len__(self) -> int:
-        return len(self.owner)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(len(self.owner) - self.owner.offset):
-            yield self.owner.rows(*self.owner._advance()).tolist()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
-        self.owner.set_epoch(epoch)
-
-
 _SEED = checks.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
 _ROWS = checks.Kind(
     lambda x: x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
@@ -294,8 +266,9 @@ def epochs(
     """Minibatches of ``data``, in an order that resumes anywhere.
 
     Args:
-        data: a tensor or a tree of tensors with one entry a datum on axis 0. For :attr:`Epochs.indices` alone, anything
-            with a length, such as a ``Dataset``.
+        data: a tensor or a tree of tensors with one entry a datum on axis 0. Or anything else with a length, such as a
+            ``Dataset``: a batch is then the list of its row numbers, and the result a ``batch_sampler=`` for
+            ``torch.utils.data.DataLoader``.
         batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
             epoch.
         order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
