@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain.data.index_stream import IndexStream, Order
+from bayesopt_chain.data.index_stream import IndexStream, Order, Rule
 
 Mesh = Any  # a DeviceMesh of one axis, or (rank, number of ranks)
 
@@ -51,7 +51,7 @@ class Epochs:
         self,
         data: Any,
         batch_size: int,
-        order: Order,
+        order: Order | Rule,
         seed: int,
         chains: int | None,
         leave_out: Sequence[Tensor],
@@ -60,7 +60,7 @@ class Epochs:
     ) -> None:
         self.data = data
         self.batch_size = batch_size
-        self.order = order
+        self.order: Any = order if isinstance(order, str) else getattr(order, "__qualname__", type(order).__name__)
         self.seed = seed
         self.chains = chains
         self.leaves, self.spec, self.size = columns(data)
@@ -237,6 +237,11 @@ class Epochs:
 
 
 _SEED = checks.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
+_ORDER = checks.Kind(
+    lambda x: checks.FUNCTION.fits(x) or (isinstance(x, str) and x in get_args(Order)),
+    f"one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain)",
+    (str,),
+)
 _ROWS = checks.Kind(
     lambda x: x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
     "a tensor of row numbers, a list of them, or None",
@@ -244,7 +249,7 @@ _ROWS = checks.Kind(
 
 
 @checks.takes(
-    order=checks.one_of(*get_args(Order)),
+    order=_ORDER,
     batch_size=_SEED,
     seed=_SEED,
     chains=checks.WHOLE.or_none(),
@@ -256,7 +261,7 @@ def epochs(
     data: Any,
     batch_size: int,
     *,
-    order: Order = "reshuffled",
+    order: Order | Rule = "reshuffled",
     seed: int = 0,
     chains: int | None = None,
     leave_out: Tensor | Sequence[Tensor] | None = None,
@@ -272,7 +277,8 @@ def epochs(
         batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
             epoch.
         order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
-            ``"fixed"`` warns.
+            ``"fixed"`` warns. Or a function ``order(rows, seed, epoch, chain)`` that returns ``rows``, int64 ``[n]``, permuted;
+            it must give the same for the same arguments.
         seed: of the order, an integer.
         chains: give each of so many chains of :func:`bayesopt_chain.parallel` an order of its own, batches with the
             chains on axis 0 (``batch_dim=0``). A chain's order does not depend on how many there are; chain 0 has that

@@ -13,16 +13,18 @@ together are the batch of one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.data import row_numbers
 from bayesopt_chain.random.philox import philox
 
 Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
+Rule = Callable[[Tensor, int, int, int], Tensor]  # (rows, seed, epoch, chain): the rows in the order of that epoch
 
 _FOLDS = 2**62  # the number of the permutation that folds are cut from; no epoch has it
 
@@ -33,7 +35,7 @@ class IndexStream:
     Args:
         size: number of data.
         batch_size: ``b``, of all ranks together.
-        order: one of ``Order``.
+        order: one of ``Order``, or a rule of one's own.
         seed: of the permutations.
         leave_out: the rows that each chain leaves out; one entry for all chains, or one for each.
     """
@@ -42,7 +44,7 @@ class IndexStream:
         self,
         size: int,
         batch_size: int,
-        order: Order,
+        order: Order | Rule,
         seed: int,
         leave_out: Sequence[Tensor] = (),
     ) -> None:
@@ -104,11 +106,24 @@ class IndexStream:
         return places if self.least == self.size else self.kept[0].to(torch.int32)[places]
 
     def permuted(self, epoch: int, chain: int) -> Tensor:
-        """The rows of a chain in the order in which an epoch goes through them (a palindrome's odd epochs: backward)."""
+        """The rows of a chain in the order in which an epoch goes through them (a palindrome's odd epochs: backward).
+
+        Raises:
+            ValueError: a rule of one's own that gives other rows than it was given.
+        """
         kept = self.kept[chain % len(self.kept)]
         if self.order == "fixed":
             return kept
-        return kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
+        if not callable(self.order):
+            return kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
+        given = self.order(kept, self.seed, epoch, chain)
+        found = isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == kept.shape
+        if not (found and torch.equal(given.sort().values, kept)):
+            raise ValueError(
+                f"epochs: order gave {short(given)} for epoch {epoch}, which is no permutation of the {len(kept)} rows it was "
+                "given; return rows[permutation]"
+            )
+        return given
 
 
 def folds(size: int, k: int, *, seed: int = 0) -> list[Tensor]:

@@ -138,6 +138,10 @@ def test_a_loader_with_workers_resumes_at_the_number_of_batches_used():
     assert [b.tolist() for (b,) in loader] == [wanted.batch(1, k).tolist() for k in (2, 3, 4)]
 
 
+def backward(rows, seed, epoch, chain):
+    return rows.flip(0).roll(epoch)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
@@ -163,10 +167,15 @@ def test_a_loader_with_workers_resumes_at_the_number_of_batches_used():
         ),
         (
             lambda: bc.epochs(torch.arange(6), 2).load_state_dict(
-                bc.epochs(torch.arange(6), 2, order="palindrome").state_dict()
+                bc.epochs(torch.arange(6), 2, order=backward).state_dict()
             ),
             ValueError,
-            "palindrome",
+            "backward",
+        ),
+        (
+            lambda: bc.epochs(torch.arange(6), 2, order=lambda rows, seed, epoch, chain: rows[:4]).batch(0, 0),
+            ValueError,
+            "no permutation of the 6 rows",
         ),
     ],
 )
@@ -221,6 +230,11 @@ def test_folds_are_a_partition_and_each_chain_leaves_its_own_out():
         for batches in (data, shuffled):
             seen = {int(i) for _ in range(20) for batch in batches for i in batch[chain]}
             assert seen == set(range(11)) - set(rows.tolist())
+
+
+def test_an_order_of_ones_own_is_cut_into_batches():
+    data = bc.epochs(torch.arange(6), 2, order=backward)
+    assert [b.tolist() for b in data] == [[5, 4], [3, 2], [1, 0]] and next(iter(data)).tolist() == [0, 5]
 
 
 # Row numbers of many chains by one kernel are those of each chain alone

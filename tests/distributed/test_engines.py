@@ -457,7 +457,7 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
                 torch.zeros(2, dtype=(torch.float32, torch.float64)[rank]), mesh
             ),
             ("two leaves are named a/b",): lambda: bc.distributed.require_replicas({"a/b": rank, "a": {"b": 0}}, mesh),
-            ("5 and 12 entries",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),
+            ("lengths [5, 12]",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),
             ("loop=True",): lambda: many(stacked, many.init(still, stacked), batch),
             ("asks for curvature",): lambda: bc.make_step(loss, bc.laplace(), curvature=lambda p, b: None, mesh=mesh),
             ("DistributedDataParallel", "model.module", "mesh=mesh"): lambda: outside(
