@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain._torch import is_dtensor
@@ -621,6 +620,12 @@ def _is_dense(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_meta and not x.is_complex() and x.layout is torch.strided
 
 
+def _is_real(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return not x.is_complex() and x.dtype != torch.bool
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
 def _is_tree(x: Any, fits: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)) -> bool:
     """Whether a tree has leaves, and all of them fit."""
     leaves = optree.tree_leaves(x)
@@ -680,6 +685,9 @@ NUMBERS_OF_CLASSES = Kind(
     lambda x: _is_dense(x) and x.dtype == torch.int64, "class numbers, a tensor of int64", (Tensor,)
 )
 TREE = Kind(_is_tree, "a tree of tensors")
+NUMBERS = Kind(
+    lambda x: all(map(_is_real, optree.tree_leaves(x, none_is_leaf=True))), "a tree of numbers and real tensors"
+)
 TENSORS = Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them")
 PARAMS = Kind(lambda x: _is_tree(x, REALS.fits), "a tree of real tensors with values: parameters")
 PLACE = Kind(_is_place, "a tree of dense, real, finite tensors: the parameters of a place", (dict, list, tuple, Tensor))
@@ -702,7 +710,7 @@ DATA = Kind(
 )
 
 MODULE = Kind(
-    lambda x: isinstance(x, nn.Module) and not any(map(is_lazy, x.parameters())),
+    lambda x: isinstance(x, nn.Module) and not any(map(nn.parameter.is_lazy, x.parameters())),
     "a torch.nn.Module (with lazy layers: once it was called on a batch, which makes their weights)",
     (nn.Module,),
 )
@@ -802,20 +810,3 @@ ARGUMENTS: dict[str, Kind] = {  # likewise of factories of transformations
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), BOOL),
     **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), BOOL),
 }
-
-
-def require_numbers(who: str, tree: Any, wanted: str) -> None:
-    """Refuse a tree whose leaves are not all real numbers or real tensors.
-
-    Args:
-        who: the function and its argument, with which the message begins.
-        tree: the argument.
-        wanted: what the argument must be.
-
-    Raises:
-        TypeError: a leaf is something else.
-    """
-    for leaf in optree.tree_leaves(tree, none_is_leaf=True):
-        real = isinstance(leaf, Tensor) and not leaf.is_complex() and leaf.dtype != torch.bool
-        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
-            raise TypeError(f"{who} must be {wanted}, got {short(leaf)}")

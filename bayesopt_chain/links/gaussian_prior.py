@@ -246,8 +246,8 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     if isinstance(prior, (int, float)):
         checks.NOT_NEGATIVE("add_gaussian_prior: prior", prior)
         return Chain((AddDecayedWeights(float(prior) / n, is_prior=True),)) if prior else Chain(())
-    wanted = "a precision (a number, or a tree of numbers and tensors) or a Gaussian"
-    checks.require_numbers("add_gaussian_prior: prior", prior, wanted)
+    wanted = checks.NUMBERS._replace(words="a precision (a number, or a tree of numbers and tensors) or a Gaussian")
+    wanted("add_gaussian_prior: prior", prior)
     return Chain((AddDiagonalPrior(n, 0.0, prior),))
 
 

@@ -196,6 +196,6 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
         return Chain((Scale(float(preconditioner)),))
     if isinstance(preconditioner, SupportsSolve):
         return Chain((SolvePrecision(preconditioner),))
-    wanted = "a positive number, a tree of such numbers and tensors, or an estimator"
-    checks.require_numbers("scale_by_preconditioner: preconditioner", preconditioner, wanted)
+    wanted = checks.NUMBERS._replace(words="a positive number, a tree of such numbers and tensors, or an estimator")
+    wanted("scale_by_preconditioner: preconditioner", preconditioner)
     return Chain((ScaleByPreconditioner(preconditioner),))

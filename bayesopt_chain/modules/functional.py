@@ -27,9 +27,6 @@ from typing import Any, Literal, NamedTuple, cast
 import optree
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain._torch import is_fully_sharded
@@ -59,7 +56,11 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 def inner_of(module: nn.Module) -> Any:
     """The module that ``torch.compile`` and ``DistributedDataParallel`` wrapped, by whose names its parameters go."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", module)
+    inner = (
+        module.module
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+        else getattr(module, "_orig_mod", module)
+    )
     return inner if inner is module else inner_of(inner)
 
 
@@ -116,7 +117,7 @@ class Forward:
         """The module's outputs for these tensors; activation checkpointing is refused."""
         if torch.compiler.is_dynamo_compiling():
             return self._outputs(tensors, batch)
-        with disable_saved_tensors_hooks(_CHECKPOINTING):
+        with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING):
             return self._outputs(tensors, batch)
 
     def _outputs(self, tensors: Tensors, batch: Any) -> Any:
@@ -129,7 +130,9 @@ class Forward:
         arguments, keywords = arguments_of(self.module, self.inputs(batch))
         places = None if self.shares or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
         if places is None:
-            return self.outputs(functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares))
+            return self.outputs(
+                torch.func.functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares)
+            )
         own = [held[key] for held, key in places]
         try:
             for (held, key), x in zip(places, tensors.values()):
