@@ -920,19 +920,18 @@ def warn_of_moving_buffers(forward: Any) -> None:
         )
 
 
-_DRAWS = checks.Kind(
-    lambda x: checks.MAPPING.fits(x) and checks.TREE.fits(dict(x)) and all(isinstance(p, Tensor) for p in x.values()),
-    "Draws, or a dictionary of parameters by name",
+@checks.takes(
+    draws=checks.instance(Draws, "Draws, such as bc.Draws.from_trees([params])"),
+    loader=checks.BATCHES,
+    inputs=checks.INPUTS,
 )
-
-
 def refresh_batch_norm(
     module: nn.Module,
-    draws: Draws | Mapping[str, Tensor],
+    draws: Draws,
     loader: Iterable[Any],
     *,
     inputs: str | Callable[[Any], Any] | None = None,
-) -> Any:
+) -> Draws:
     """Compute BatchNorm's statistics anew for every draw, by one pass over the data.
 
     Draws from a posterior (SWAG's, Laplace's, variational ones) come without statistics, and those in the module belong
@@ -941,14 +940,13 @@ def refresh_batch_norm(
 
     Args:
         module: the module; it is not changed. BatchNorm alone runs in ``train`` mode, dropout is off.
-        draws: :class:`Draws`, or one tree of parameters as :func:`make_functional` names them.
+        draws: :class:`Draws`; of one tree of parameters ``bc.Draws.from_trees([params])``.
         loader: the training inputs, in batches as large as those of training; gone through once. The statistics are the
             means of the batches', weighted by their sizes.
         inputs: as for :func:`make_functional`.
 
     Returns:
-        The draws with buffers, which :meth:`Draws.predict` uses; of one tree, the buffers, for :func:`write_back` or
-        ``forward.with_buffers``.
+        The draws with buffers, which :meth:`Draws.predict` uses.
 
     Raises:
         ValueError: a module whose layers keep no statistics; no batches.
@@ -963,19 +961,7 @@ def refresh_batch_norm(
         >>> torch.allclose(mean[1], 2 * mean[0]), fresh.predict(forward, [torch.zeros(5, 1)]).shape
         (True, torch.Size([5, 1]))
     """
-    checks.require(
-        "refresh_batch_norm",
-        module=(module, checks.MODULE),
-        loader=(loader, checks.BATCHES),
-        inputs=(inputs, checks.INPUTS),
-    )
     module = inner_of(module)
-    if not isinstance(draws, Draws):
-        checks.require("refresh_batch_norm", draws=(draws, _DRAWS))
-        if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):
-            raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
-        one = refresh_batch_norm(module, Draws.from_trees([dict(draws)]), loader, inputs=inputs)
-        return {name: b[0] for name, b in one.buffers.items()}
     lead = (len(draws), draws.chains or 1)
 
     def singles() -> Iterator[Any]:
