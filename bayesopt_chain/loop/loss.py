@@ -18,15 +18,10 @@ from bayesopt_chain import _torch, checks, tracing
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 
 
-def no_gradient() -> str:
-    """Return the message for a loss without a gradient: the reason, and what to do."""
-    if torch.is_inference_mode_enabled():
-        return "make_step: a step takes a gradient, and torch.inference_mode() is on, which records none; call it outside of it"
-    return (
-        "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
-        "(a module by torch.func.functional_call(module, params, ...))"
-    )
-
+NO_GRADIENT = (
+    "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
+    "(a module by torch.func.functional_call(module, params, ...)), and outside of torch.inference_mode(), which records none"
+)
 
 # classes that need no further checks; DTensors and other subclasses may override operations
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -176,7 +171,7 @@ def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> lis
     found = found or [None] * len(points)
     _require_reached(points, found)
     if all(g is None for g in found):
-        raise ValueError(no_gradient())
+        raise ValueError(NO_GRADIENT)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
 
 
@@ -187,7 +182,7 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
     def checked(points: list[Tensor]) -> tuple[Tensor, Any]:
         out, aux = at(points)
         if not tracing.depends_on(out, points):
-            raise ValueError(no_gradient())
+            raise ValueError(NO_GRADIENT)
         tensors, kept[:] = split(aux)
         return out, tensors
 

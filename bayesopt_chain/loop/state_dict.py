@@ -34,7 +34,19 @@ def state_dict(state: State) -> dict[str, Tensor]:
     """
     if not isinstance(state, State):
         raise TypeError(f"state_dict: state must be what init of a chain returned, got {type(state).__name__}")
-    return _named_tensors(state)
+    layout, out = state.layout, dict[str, Tensor]()
+    for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
+        names = [layout.paths[j] for j in where]
+        fields = entry._asdict() if hasattr(entry, "_asdict") else {"state": entry}
+        for field, value in fields.items():
+            stem = f"{i}.{kind}.{field}"
+            # a field with one tensor per leaf takes the paths of the parameters, any other field its own paths
+            if is_by_leaf(value, len(names)) and all(isinstance(t, Tensor) for t in value):
+                out.update({stem + name: t for name, t in zip(names, value)})
+            else:
+                leaves = optree.tree_leaves(value, none_is_leaf=True)
+                out.update({stem + path: t for path, t in zip(paths_of(value), leaves)})
+    return out
 
 
 @checks.takes(tensors=checks.MAPPING)
@@ -73,20 +85,3 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, x in mine.items():
             x.copy_(tensors[name])
-
-
-def _named_tensors(state: State) -> dict[str, Tensor]:
-    """Return every tensor of a state, not copies, by the name ``number.kind.field.path``."""
-    layout, out = state.layout, dict[str, Tensor]()
-    for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
-        names = [layout.paths[j] for j in where]
-        fields = entry._asdict() if hasattr(entry, "_asdict") else {"state": entry}
-        for field, value in fields.items():
-            stem = f"{i}.{kind}.{field}"
-            # a field with one tensor per leaf takes the paths of the parameters, any other field its own paths
-            if is_by_leaf(value, len(names)) and all(isinstance(t, Tensor) for t in value):
-                out.update({stem + name: t for name, t in zip(names, value)})
-            else:
-                leaves = optree.tree_leaves(value, none_is_leaf=True)
-                out.update({stem + path: t for path, t in zip(paths_of(value), leaves)})
-    return out
