@@ -126,8 +126,7 @@ class Epochs:
 
     def skip(self, count: int) -> None:
         """Move on by ``count`` batches."""
-        for _ in range(count):
-            self._advance()
+        self._go(*divmod(self.epoch * len(self) + self.offset + count, len(self)))
 
     def common_rows(self) -> Tensor:
         """The numbers of the data that batches are made of, int64 ``[n]``, ascending.
@@ -142,13 +141,12 @@ class Epochs:
             )
         return self.stream.kept[0]
 
-    @checks.takes(size=checks.WHOLE.or_none(), shuffled=checks.BOOL)
-    def parts(self, size: int | None = None, *, shuffled: bool = False) -> Iterator[Any]:
+    @checks.takes(size=checks.WHOLE.or_none())
+    def parts(self, size: int | None = None) -> Iterator[Any]:
         """All data once, without those left out: batches of ``size`` (default: ``batch_size``), the last one of what remains.
 
         Args:
             size: number of data in each.
-            shuffled: in the order of epoch 0, in place of that of the data; then parts that are smaller are left out.
 
         Returns:
             An iterator over trees like the data, without an axis for chains and without rows.
@@ -156,14 +154,7 @@ class Epochs:
         Raises:
             TypeError, ValueError: a size that is no whole number, at least 1; chains that leave out different data.
         """
-        return self._parts(self.batch_size if size is None else size, shuffled)
-
-    def _parts(self, size: int, shuffled: bool) -> Iterator[Any]:
-        rows = self.common_rows()
-        if shuffled:
-            rows = self.stream.permuted(0, 0)
-            rows = rows[: len(rows) - len(rows) % size]
-        for part in rows.split(size):
+        for part in self.common_rows().split(self.batch_size if size is None else size):
             yield self._gathered(part)
 
     @property
@@ -185,9 +176,7 @@ class Epochs:
     def _advance(self) -> tuple[int, int]:
         """The position of the next batch; the iteration moves past it."""
         here = self.epoch, self.offset
-        last = self.offset == len(self) - 1
-        self.at_end = last and (self.order != "palindrome" or self.epoch % 2 == 1)
-        self.epoch, self.offset = (self.epoch + 1, 0) if last else (self.epoch, self.offset + 1)
+        self.skip(1)
         return here
 
     @checks.takes(step=checks.whole(0))
