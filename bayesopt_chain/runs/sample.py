@@ -308,7 +308,9 @@ class _Ended:
 
 def _steps(run: Run, store: Store, ended: _Ended, watch: Divergence, sigint: Interrupts) -> str:
     """Make steps until the last one, or until something ends the run; returns what did."""
-    steps: Any = with_progress(range(ended.done + 1, run.steps + 1), run.progress, unit="step")
+    steps: Any = range(ended.done + 1, run.steps + 1)
+    if run.progress:
+        steps = with_progress(steps, True, unit="step")
     for n in steps:
         if sigint.asked and not store.place.shares:  # ranks that share a chain end after the same step
             return f"interrupted after step {ended.done}"
