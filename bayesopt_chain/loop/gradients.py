@@ -221,6 +221,12 @@ def _with_measured_init(
     return estimator._replace(init=init)
 
 
+@checks.takes(
+    mode=checks.PARAMS._replace(
+        words="parameters near a minimum of the loss",
+        hint="run the chain at temperature=0 first, or use svrg, which takes its references on the way",
+    )
+)
 def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence[Any] = ()) -> GradientEstimator:
     """Estimate gradients with control variates: the gradients of the same batch at a mode of the loss.
 
@@ -253,12 +259,6 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
         >>> torch.allclose(params, data.data.mean(0), atol=1e-6)      # the gradient of all data, whatever the batch
         True
     """
-    if mode is None or not optree.tree_leaves(mode):
-        raise ValueError(
-            f"control_variates: mode must be parameters near a minimum of the loss, got {mode!r}; "
-            "run the chain at temperature=0 first, or use svrg, which takes its references on the way"
-        )
-    checks.require("control_variates", mode=(mode, checks.PARAMS))
     mode = copied(mode)
     full_gradient = mean_gradient(loss, data)
 
@@ -309,6 +309,7 @@ def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
     )
 
 
+@checks.takes(data=_ALL_DATA)
 def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
     """Make the gradient of the loss over all data, as a function of the parameters.
 
@@ -332,7 +333,6 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
         >>> full(torch.tensor(5.0))
         tensor(2.)
     """
-    checks.require("mean_gradient", data=(data, _ALL_DATA))
     if isinstance(data, Epochs):
         data.common_rows()  # raises if the data differ from chain to chain
 

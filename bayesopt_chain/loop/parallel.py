@@ -656,7 +656,6 @@ def seeded_state(state: Any, seed: int, numbers: range | None) -> Any:
         A state with new keys; a key of 0, where nothing is drawn, stays.
 
     Raises:
-        TypeError: a seed that is no whole number.
         ValueError: a state without a random stream.
 
     Example:
@@ -665,7 +664,6 @@ def seeded_state(state: Any, seed: int, numbers: range | None) -> Any:
         >>> bool(seeded_state(state, 1, None)[1].key == seeded_state(state, 1, None)[1].key)
         True
     """
-    checks.require("sample", seed=(seed, checks.INDEX))
     place = 0
 
     def renewed(entry: Any) -> Any:

@@ -268,7 +268,6 @@ def source_of(
         raise ValueError(
             "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
         )
-    _check_numbers(microbatches, autocast)
     if particles and buffers:
         raise ValueError(
             "make_step: this chain takes gradients of particles, for which a module's buffers would be one for all; call "
@@ -343,16 +342,6 @@ def _innermost(
         return Observation(functions["curvature"])
     loss = loss if autocast is None else Autocast(loss, autocast)
     return LossGradient(loss) if microbatches == 1 else Microbatches(LossGradient(loss), microbatches)
-
-
-def _check_numbers(microbatches: Any, autocast: Any) -> None:
-    """Raise ValueError for values of ``microbatches`` or ``autocast`` that :func:`make_step` does not take."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"make_step: microbatches must be a whole number, at least 1, got {microbatches!r}")
-    if autocast is not None and autocast is not torch.bfloat16:
-        raise ValueError(
-            f"make_step: autocast={autocast!r}; pass torch.bfloat16 (float16 gradients underflow without a scaled loss)"
-        )
 
 
 def _check_only_losses(loss: Any, particles: bool, options: bool) -> None:

@@ -125,6 +125,7 @@ class Step:
     heat_guard: sources.HeatWatch | None = None
     observe: Callable[[Any, Any, Any], Any] | None = field(default=None, compare=False)
 
+    @checks.takes(params=checks.ANY)
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """Make the state to start from.
 
@@ -154,7 +155,6 @@ class Step:
             >>> sorted(step.init(params).buffers)
             ['1.num_batches_tracked', '1.running_mean', '1.running_var']
         """
-        checks.require("step: init", tx=(tx, checks.TX.or_none()), generator=(generator, checks.GENERATOR))
         given = {} if like is None else {"like": like}
         inner = (self.tx if tx is None else tx).init(params, **given)
         return inner if self.memory is None else self.memory.start(inner, params, like, generator)
@@ -312,6 +312,13 @@ _BUFFERS = checks.Kind(
     tx=checks.instance(GradientTransformation, "a gradient transformation"),
     keywords=_KEYWORDS,
     buffers=_BUFFERS,
+    microbatches=checks.WHOLE,
+    autocast=checks.Kind(
+        lambda x: x is torch.bfloat16,
+        "torch.bfloat16",
+        (torch.dtype,),
+        "float16 gradients underflow without a scaled loss",
+    ),
     inplace=checks.BOOL,
     check_finite=checks.BOOL,
     monitor=checks.BOOL,

@@ -697,6 +697,7 @@ class Draws:
             every = every.flatten(2).sum(2)
         return every if self.chains is None else every.unflatten(0, (len(self), self.chains))
 
+    @checks.takes(log_likelihood=checks.VALUES)
     def to_arviz(self, *, log_likelihood: Tensor | None = None, **names: str) -> Any:
         """The draws as ArviZ takes them: posterior, sample statistics, and the log likelihood if given.
 
@@ -727,7 +728,6 @@ class Draws:
             raise ValueError(
                 "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"
             )
-        checks.require("to_arviz", log_likelihood=(log_likelihood, checks.VALUES.or_none()))
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         if log_likelihood is not None and log_likelihood.shape[: len(lead)] != lead:
             raise ValueError(

@@ -384,6 +384,7 @@ def flat(tree: Any, who: str = "save:") -> tuple[dict[str, Tensor], dict[str, Sc
     return tensors, scalars
 
 
+@checks.takes(path=checks.PATH, tx=checks.ANY)
 def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     """Write a tree to one safetensors file: atomically, and without pickle.
 
@@ -408,7 +409,6 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         >>> params["w"]
         tensor([1., 1.])
     """
-    checks.require("save", path=(path, checks.PATH))
     tensors, scalars = flat(tree)
     if wrong := [name for name, x in tensors.items() if is_dtensor(x)]:
         raise TypeError(
@@ -419,6 +419,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     write(_mine(Path(path), *world()), tensors, header)
 
 
+@checks.takes(path=checks.PATH, tx=checks.ANY)
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     """Read a tree that :func:`save` wrote.
 
@@ -443,7 +444,6 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         >>> bc.load(file, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    checks.require("load", path=(path, checks.PATH))
     flat(like, "load: in like=")
     file = File(_saved(Path(path), *world()))
     tensors, header = {name: file.read(name) for name in file.entries}, file.metadata

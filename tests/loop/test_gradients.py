@@ -197,10 +197,11 @@ def test_what_a_snapshot_leaves_of_the_noise_is_measured_where_the_chain_is(inpl
 
 
 @pytest.mark.parametrize(
-    "mode, error, near",
-    [(None, ValueError, True), ({}, ValueError, True), ([1.0], TypeError, False), ("x", TypeError, False)],
+    "mode",
+    [None, {}, [1.0], "x"],
 )
-def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode, error, near):
-    words = " parameters near a minimum.*temperature=0 first" if near else ""
-    with pytest.raises(error, match=f"control_variates: mode must be{words}"):
+def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode):
+    with pytest.raises(
+        TypeError, match=r"control_variates: mode must be parameters near a minimum.*temperature=0 first"
+    ):
         bc.gradients.control_variates(squared, [torch.ones(2)], mode)

@@ -319,7 +319,7 @@ def test_groups_report_a_temperature_each_and_chains_their_own():
     [
         ({"microbatches": 0}, "microbatches must be a whole number, at least 1"),
         ({"microbatches": True}, "microbatches must be a whole number"),
-        ({"autocast": torch.float16}, r"autocast=torch\.float16; pass torch\.bfloat16"),
+        ({"autocast": torch.float16}, r"autocast must be torch\.bfloat16, got torch\.float16"),
         ({"observe": 3}, "observe must be a function"),
     ],
 )
