@@ -13,6 +13,7 @@ from bayesopt_chain.core.state import State, is_by_leaf
 from bayesopt_chain.trees import paths_of
 
 
+@checks.takes(state=checks.instance(State, "what init of a chain returned"))
 def state_dict(state: State) -> dict[str, Tensor]:
     """Return every tensor of a state by name.
 
@@ -32,8 +33,6 @@ def state_dict(state: State) -> dict[str, Tensor]:
         >>> list(bc.state_dict(bc.sgd(0.1, 0.9).init({"w": torch.zeros(2)})))
         ["0.Momentum.trace['w']"]
     """
-    if not isinstance(state, State):
-        raise TypeError(f"state_dict: state must be what init of a chain returned, got {type(state).__name__}")
     layout, out = state.layout, dict[str, Tensor]()
     for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
         names = [layout.paths[j] for j in where]

@@ -23,6 +23,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import checks
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.lora.loss import largest_label, require_known
@@ -250,10 +251,7 @@ def adapters(path: str | Path, model: nn.Module) -> Adapters:
 
 def write_adapter(model: Any, params: Mapping[str, Tensor], folder: Path) -> None:
     """Write parameters as a folder of PEFT, whole or not at all; the model's own stay as they are."""
-    if not callable(getattr(model, "save_pretrained", None)):
-        raise TypeError(
-            f"save_adapters: {type(model).__name__} is no model of PEFT, whose save_pretrained writes adapters"
-        )
+    checks.having("a model of PEFT", "save_pretrained")("save_adapters: model", model)
     partial = folder.with_name(folder.name + ".part")
     shutil.rmtree(partial, ignore_errors=True)
     with holding(model, params):
@@ -263,10 +261,7 @@ def write_adapter(model: Any, params: Mapping[str, Tensor], folder: Path) -> Non
 
 def read_adapter(model: Any, folder: Path) -> dict[str, Tensor]:
     """The trained parameters of an adapter's folder, by the model's names; its own stay as they are."""
-    if not hasattr(model, "peft_config"):
-        raise TypeError(
-            f"adapters: model is {type(model).__name__}: pass one of PEFT, peft.get_peft_model(base, config)"
-        )
+    checks.having("one of PEFT, peft.get_peft_model(base, config)", "peft_config")("adapters: model", model)
     import peft
 
     own = make_functional(model).params

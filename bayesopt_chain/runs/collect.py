@@ -352,7 +352,15 @@ def _let_go(held: dict[str, Any]) -> None:
     last.try_to_flush()
 
 
-@checks.takes(model=checks.MODULE, every=checks.WHOLE, after=checks.SEED, path=checks.FOLDER.or_none())
+@checks.takes(
+    model=checks.MODULE,
+    optimizer=checks.Kind(
+        lambda x: hasattr(getattr(x, "optimizer", x), "register_step_post_hook"), "a torch.optim.Optimizer"
+    ),
+    every=checks.WHOLE,
+    after=checks.SEED,
+    path=checks.FOLDER.or_none(),
+)
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -399,8 +407,6 @@ def collect(
     """
     model = inner_of(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate hands the loop a wrapper, which has no hooks
-    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
-        raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(

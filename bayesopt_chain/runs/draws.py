@@ -37,6 +37,7 @@ from bayesopt_chain.trees import wide
 Reduce = Literal["mean", "log_mean_exp", "stack"]
 _PATHS = checks.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")
 _TREES = checks.Kind(checks.BATCHES.fits, "a sequence of trees of parameters")
+_SLICE = checks.instance(slice, "a slice")
 _FORWARD = checks.Kind(callable, "a function of (params, batch), or a module")
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
 
@@ -306,6 +307,7 @@ class Draws:
     def _is_stored(self) -> bool:
         return any(piece.parts for piece in self._pieces)
 
+    @checks.takes(rows=_SLICE, elements=_SLICE)
     def column(self, name: str, rows: slice = slice(None), elements: slice | None = None) -> Tensor:
         """Some rows of one column, or some elements of them; of draws on disk only their blocks are read.
 
@@ -327,8 +329,6 @@ class Draws:
             tensor([[1., 2.],
                     [2., 3.]])
         """
-        if not isinstance(rows, slice) or not isinstance(elements, (slice, type(None))):
-            raise TypeError("Draws.column: rows and elements must be slices")
         if not len(self):
             raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
         if not isinstance(name, str) or not self._has(name):
@@ -794,6 +794,7 @@ class Draws:
         names = self._pieces[0].names() if self._pieces else []
         return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
+    @checks.takes(buffers=checks.MAPPING)
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
         """The same draws with these buffers, in the place of those of the same names.
 
@@ -813,8 +814,6 @@ class Draws:
             >>> draws.with_buffers({"mean": torch.ones(3, 4)}).buffers["mean"].shape
             torch.Size([3, 4])
         """
-        if not isinstance(buffers, Mapping):
-            raise TypeError(f"Draws.with_buffers: buffers must be tensors by name, got {type(buffers).__name__}")
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         for name, x in buffers.items():
             if not isinstance(x, Tensor) or tuple(x.shape[: len(lead)]) != lead:

@@ -14,7 +14,15 @@ from bayesopt_chain.runs.run import Iteration
 EACH = 16  # chains that have a curve each; of more there is the mean alone
 
 
-@checks.takes(every=checks.WHOLE, prefix=checks.TEXT)
+@checks.takes(
+    writer=checks.Kind(
+        lambda x: callable(getattr(x, "add_scalar", None)) or callable(getattr(x, "log", None)),
+        "an object with add_scalar(name, value, step), as TensorBoard's SummaryWriter, or log(numbers, step=step), as a run "
+        "of wandb",
+    ),
+    every=checks.WHOLE,
+    prefix=checks.TEXT,
+)
 def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., None]:
     """A callback that writes the numbers of a run down while it runs.
 
@@ -48,11 +56,6 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
         [('loss', 2.0, 1), ('draws', 1.0, 1), ('loss', 0.5, 2), ('draws', 2.0, 2)]
     """
     single, many = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
-    if not callable(single) and not callable(many):
-        raise TypeError(
-            "log_to: writer must have add_scalar(name, value, step), as TensorBoard's SummaryWriter, or "
-            f"log(numbers, step=step), as a run of wandb; got {type(writer).__name__}"
-        )
     kept = 0
 
     def log(at: Any, /, **more: Any) -> None:
