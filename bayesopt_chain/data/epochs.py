@@ -67,7 +67,7 @@ class Epochs:
         self.left_out = leave_out
         self.rank, self.ranks = place
         self.with_rows = with_rows
-        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out)
+        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out)  # pyright: ignore[reportArgumentType]
         self._go(0, 0)
 
     def __len__(self) -> int:
