@@ -22,7 +22,6 @@ preconditioner counts as it stands in the state.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from bayesopt_chain.matching.response import Decay, Linear, Noise, Nonlinear, Pr
 from bayesopt_chain.random.stream import without_wrappers
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate, state_of
-from bayesopt_chain.trees import paths_of
+from bayesopt_chain.trees import named_leaves
 
 DRIFT = 0.01  # by which a gain may change from one step to the next
 
@@ -325,12 +324,12 @@ def forces_of(
     if not hasattr(tx, "thermal_leaves"):
         chain, _ = chain_in(tx, None)
         state = state_of(chain, params)
-        names = names_of(state.layout.paths)
+        names = names_of(params)
         levels = {names[j]: level for j, level in levels_of(chain, state, temperature, step).items()}
         return levels, partial(with_decay, chain, state)
     from bayesopt_chain.runs.collect import with_names
 
-    leaves, names = with_names(tx).thermal_leaves(), names_of(paths_of(params))
+    leaves, names = with_names(tx).thermal_leaves(), names_of(params)
     leaves = dict(zip(without_wrappers(tuple(leaves)), leaves.values()))
     if not any(path in leaves for path in names):
         raise ValueError(
@@ -344,7 +343,7 @@ def forces_of(
 def _with_decay_of(leaves: Mapping[str, ThermalLeaf], params: Any, grads: Sequence[Any]) -> list[Any]:
     """The gradient that an optimizer follows: of the loss, with the weight decay of each leaf's group."""
     out = list(grads)
-    for j, (name, p) in enumerate(zip(names_of(paths_of(params)), optree.tree_leaves(params, none_is_leaf=True))):
+    for j, (name, p) in enumerate(zip(names_of(params), optree.tree_leaves(params, none_is_leaf=True))):
         leaf = leaves.get(name)
         if leaf is None or out[j] is None:
             continue
@@ -382,15 +381,9 @@ def with_decay(tx: Chain, state: Any, params: Any, grads: Sequence[Any]) -> list
     return g
 
 
-def names_of(paths: Sequence[str]) -> tuple[str, ...]:
-    """What a report calls these leaves: ``layer/weight`` for ``['layer']['weight']``, ``tensor`` for a bare tensor.
-
-    Leaves that would have one name, as ``['a']['b']`` and ``['a/b']``, are called by their paths.
-    """
-    parts = [[part.strip("'\"") for part in path[1:-1].split("][")] for path in paths]
-    names = ["/".join(each) or "tensor" for each in parts]
-    often = Counter(names)
-    return without_wrappers(tuple([path if often[name] > 1 else name for path, name in zip(paths, names)]))
+def names_of(params: Any) -> tuple[str, ...]:
+    """What a report calls the leaves of a tree, ``None`` among them: ``layer/weight``, ``tensor`` for a bare tensor."""
+    return without_wrappers(tuple(named_leaves(params)))
 
 
 def inner(tx: Any, state: Any) -> tuple[Any, Any]:

@@ -58,7 +58,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
 )
 from bayesopt_chain.loop.loss import value
 from bayesopt_chain.modules.functional import as_batches
-from bayesopt_chain.trees import flatten, paths_of, unflatten
+from bayesopt_chain.trees import flatten, unflatten
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -321,7 +321,7 @@ class _Data:
 def _finite(m: Any) -> dict[str, Any]:
     """Numbers of draws and losses that are not finite, and losses that ran away."""
     stride = max(1, math.ceil(sum(map(math.prod, m.draws.shapes.values())) / m.n / MOST))
-    names = zip(names_of(paths_of(m.draws[0])), m.draws.shapes)
+    names = zip(names_of(m.draws[0]), m.draws.shapes)
     leaves = {shown: _looked_at(m.draws, f"params/{name}", m.n, stride) for shown, name in names}
     try:
         losses = m.draws.loss.double().cpu().reshape(m.count, -1)
@@ -551,7 +551,7 @@ def _virials(m: Any) -> tuple[dict[str, Tensor], ...]:
     """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, of the loss, and of the prior."""
     chosen = m.draws[:: max(1, math.ceil(len(m.draws) / MOST_DRAWS))]
     trees = [[_chain(draw, m.draws.chains, c) for c in range(m.n)] for draw in chosen]
-    names = names_of(paths_of(trees[0][0]))
+    names = names_of(trees[0][0])
     where = sorted(names.index(name) for name in m.levels)
     levels = {names[j]: m.levels[names[j]] for j in where}
     sizes = [m.leaves[name].size for name in levels]

@@ -27,8 +27,8 @@ import optree
 import torch
 from torch import Tensor
 
-UNIT = 8  # draws that are summed at once
-BLOCKS = 16  # at least, and fewer than twice as many, once there are so many units
+SHORTEST = 8  # draws of a block
+BLOCKS = 16  # at least, and fewer than twice as many, once there are so many
 SMALL = 16  # entries of an observable up to which all of its draws are kept
 
 
@@ -61,52 +61,8 @@ class Estimate(NamedTuple):
         return Estimate(factor * self.value + shift, abs(factor) * self.error, self.agree)
 
 
-class Blocks:
-    """Sums of a tensor over blocks of successive units, on axis 0 of each chain.
-
-    Attributes:
-        sums: ``[C, 2 BLOCKS, ...]``, of which ``closed`` are whole.
-        part: of the block that is being filled.
-        closed, length, inside: whole blocks; units in each; units in the one that is being filled.
-    """
-
-    def __init__(self, sums: Tensor, part: Tensor, closed: int = 0, length: int = 1, inside: int = 0) -> None:
-        self.sums, self.part, self.closed, self.length, self.inside = sums, part, closed, length, inside
-
-    @classmethod
-    def like(cls, x: Tensor) -> Blocks:
-        """Empty sums of tensors like this one, ``[C, ...]``."""
-        return cls(x.new_zeros(len(x), 2 * BLOCKS, *x.shape[1:]), torch.zeros_like(x))
-
-    def add(self, x: Tensor) -> None:
-        """Add the sum over a unit of draws."""
-        self.part += x
-        self.inside += 1
-        if self.inside == self.length:
-            self.sums[:, self.closed] = self.part
-            self.part.zero_()
-            self.closed, self.inside = self.closed + 1, 0
-        if self.closed == 2 * BLOCKS:
-            self.sums[:, :BLOCKS] = self.sums[:, 0::2] + self.sums[:, 1::2]
-            self.closed, self.length = BLOCKS, 2 * self.length
-
-    @property
-    def whole(self) -> Tensor:
-        """The sums of the whole blocks, ``[B, C, ...]``."""
-        return self.sums[:, : self.closed].transpose(0, 1).contiguous()
-
-    @property
-    def draws(self) -> int:
-        """Draws in a block."""
-        return self.length * UNIT
-
-    def total(self) -> Tensor:
-        """The sum over all units."""
-        return self.whole.sum(0) + self.part
-
-
 class Record:
-    """Sums of observables of ``chains`` chains, and all draws of some of them.
+    """Sums of observables of ``chains`` chains over blocks of draws, and all draws of some of them.
 
     Args:
         chains: their number.
@@ -114,38 +70,39 @@ class Record:
         kept: the names of those of which all draws are kept, besides those of at most 16 entries.
 
     Attributes:
-        count: draws of each chain.
+        count, length: draws of each chain, and of a block.
         shapes: of each observable, by name.
-        traces: for each name of which draws are kept, a list of ``[C, draws, m]``, minus the shift.
+        sums: by name over each block ``[C, m]``, minus the shift; the last block is being filled.
+        traces: for each name of which draws are kept, these ``[C, m]``, minus the shift.
     """
 
     def __init__(self, chains: int, shift: Mapping[str, Tensor], kept: Sequence[str]) -> None:
-        self.chains, self.count = chains, 0
+        self.chains, self.count, self.length = chains, 0, SHORTEST
         self.shift = {name: x.double() for name, x in shift.items()}
         self.shapes = {name: tuple(x.shape) for name, x in shift.items()}
         self.kept = [name for name, x in shift.items() if name in kept or x.numel() <= SMALL]
-        self.rest: list[dict[str, Tensor]] = []  # draws that make no whole unit yet
-        self.sums = {name: Blocks.like(x.reshape(-1).expand(chains, -1)) for name, x in self.shift.items()}  # [C, m]
+        self.sums = {name: [x.new_zeros(chains, x.numel())] for name, x in self.shift.items()}
         self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
 
     def add(self, draw: Mapping[str, Tensor]) -> None:
         """Take a draw of all chains: ``[C, m]`` by name."""
         for name, x in draw.items():
-            if x.shape[1] != self.shift[name].numel():
+            shift = self.shift[name].reshape(-1)
+            if x.shape[1] != len(shift):
                 raise ValueError(
-                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {self.shift[name].numel()} at the start: "
-                    "return tensors of one shape"
+                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {len(shift)} at the start: return "
+                    "tensors of one shape"
                 )
-        self.rest.append({name: x.double() - self.shift[name].reshape(-1) for name, x in draw.items()})
-        self.count += 1
-        if len(self.rest) < UNIT:
-            return
-        for name in draw:
-            unit = self._rest(name)
-            self.sums[name].add(unit.sum(1))
+            off = x.double() - shift
+            self.sums[name][-1] = self.sums[name][-1] + off
             if name in self.traces:
-                self.traces[name].append(unit)
-        self.rest.clear()
+                self.traces[name].append(off)
+        self.count += 1
+        if self.count % self.length == 0:
+            self.sums = {name: [*x, torch.zeros_like(x[-1])] for name, x in self.sums.items()}
+        if self.count == 2 * BLOCKS * self.length:
+            self.length *= 2
+            self.sums = {name: [*map(torch.add, x[:-1:2], x[1:-1:2]), x[-1]] for name, x in self.sums.items()}
 
     def trace(self, name: str) -> Tensor:
         """All draws of an observable, ``[C, draws, m]``.
@@ -158,13 +115,7 @@ class Record:
     def _draws(self, name: str) -> Tensor:
         """The same minus the shift."""
         self._require(name, self.kept, "all draws are kept")
-        return torch.cat([*self.traces[name], self._rest(name)], 1)
-
-    def _rest(self, name: str) -> Tensor:
-        """The draws of no whole unit, ``[C, draws, m]``."""
-        if not self.rest:
-            return self.sums[name].part[:, None][:, :0]
-        return torch.stack([y[name] for y in self.rest], 1)
+        return torch.stack(self.traces[name], 1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -175,26 +126,30 @@ class Record:
     def mean(self, name: str) -> Estimate:
         """The mean of an observable, in its shape."""
         self._require(name, list(self.shapes), "the mean is known")
-        total = (self.sums[name].total() + self._rest(name).sum(1)) / self.count  # [C, m]
-        error, agree = _error(self.sums[name].whole / self.sums[name].draws, total)
+        by_chain = torch.stack(self.sums[name]).sum(0) / self.count  # [C, m]
+        error, agree = _error(self._blocks(name), by_chain)
         shape = self.shapes[name]
-        return Estimate(total.mean(0).reshape(shape) + self.shift[name], error.reshape(shape), agree.reshape(shape))
+        return Estimate(by_chain.mean(0).reshape(shape) + self.shift[name], error.reshape(shape), agree.reshape(shape))
 
     def covariance(self, a: str, b: str) -> Estimate:
         """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
         y, x = (draws - draws.mean((0, 1)) for draws in map(self._draws, (a, b)))
-        n, length = self.count * self.chains, self.sums[a].draws
         by_chain = y.mT @ x / self.count  # [C, m, n]
-        parts = (z[:, : self.sums[a].closed * length].split(length, 1) for z in (y, x))
-        blocks = torch.stack([(u.mT @ v).mean(0) / length for u, v in zip(*parts)])
+        whole = self.count - self.count % self.length
+        parts = (z[:, :whole].split(self.length, 1) for z in (y, x))
+        blocks = torch.stack([(u.mT @ v).mean(0) / self.length for u, v in zip(*parts)])
         error, agree = _error(blocks[:, None], by_chain)
-        shape = (*self.shapes[a], *self.shapes[b])
+        shape, n = (*self.shapes[a], *self.shapes[b]), self.count * self.chains
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
 
+    def _blocks(self, name: str) -> Tensor:
+        """Means over blocks, minus the shift, ``[B, C, m]``; empty where there are too few draws."""
+        return torch.stack(self.sums[name])[:-1] / self.length
+
     def blocks(self, name: str) -> Tensor:
-        """Means of a number over blocks of successive draws of each chain, ``[B, C]``; empty where there are too few draws."""
-        return (self.sums[name].whole / self.sums[name].draws)[..., 0]
+        """Means of a number over blocks of successive draws of each chain, minus the shift, ``[B, C]``."""
+        return self._blocks(name)[..., 0]
 
     def drift(self, name: str) -> float:
         """The last third of the draws of a number against the first, in standard errors of the difference."""
@@ -205,14 +160,14 @@ class Record:
         return float((x[-k:].mean() - x[:k].mean()) / ((x[-k:].var() + x[:k].var()) / k).sqrt())
 
     def state_dict(self) -> dict[str, Any]:
-        """All sums, as tensors, which have the chains on axis 0, numbers and lists."""
+        """All sums and draws, as tensors, which have the chains on axis 0, numbers and lists."""
         return {
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "kept": self.kept,
             "count": self.count,
-            "rest": self.rest,
-            "sums": {name: vars(blocks) for name, blocks in self.sums.items()},
-            "traces": {name: torch.cat(x, 1) for name, x in self.traces.items() if x},
+            "length": self.length,
+            "sums": {name: torch.stack(x, 1) for name, x in self.sums.items()},
+            "traces": {name: torch.stack(x, 1) for name, x in self.traces.items() if x},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,9 +182,9 @@ class Record:
                 f"observe: this path holds a run whose {wrong[0]} of observables are {state[wrong[0]]}, and here they are "
                 f"{mine[wrong[0]]}; give the same observables in the same order, or another path"
             )
-        self.count, self.rest = state["count"], list(state["rest"])
-        self.sums = {name: Blocks(**blocks) for name, blocks in state["sums"].items()}
-        self.traces = {name: [state["traces"][name]] if name in state["traces"] else [] for name in self.kept}
+        self.count, self.length = state["count"], state["length"]
+        self.sums = {name: [*x.unbind(1)] for name, x in state["sums"].items()}
+        self.traces = {name: [] for name in self.kept} | {name: [*x.unbind(1)] for name, x in state["traces"].items()}
 
 
 def merged(records: Sequence[Record]) -> Record:
