@@ -353,7 +353,8 @@ def ksd(
         True
     """
     pooled: Any = draws.unchained()[0] if hasattr(draws, "unchained") else draws
-    lengths = {len(x) for x in optree.tree_leaves((pooled, () if callable(score) else score))}
+    trees: Any = (pooled, None if callable(score) else score)
+    lengths = {len(x) for x in optree.tree_leaves(trees)}
     if len(lengths) > 1:
         raise ValueError(f"ksd: draws and score must have one number of draws in every leaf, got {sorted(lengths)}")
     size = lengths.pop()

@@ -651,7 +651,8 @@ class Stretch(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """The elements in ``x``, a vector."""
-        return x.reshape(-1)[self.begin : self.end]
+        flat = x.reshape(-1)
+        return flat if self.end - self.begin == len(flat) else flat[self.begin : self.end]
 
 
 def loudest(seen: Sequence[Leaf]) -> list[Stretch]:

@@ -72,21 +72,13 @@ class NormalProbe(TorchDispatchMode):
                 drawn.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(drawn.device)
             )
             self.drawn += n
-            mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
-            drawn.copy_(mean + std * fresh.reshape(drawn.shape))
+            given = dict(zip([argument.name for argument in func._schema.arguments], args)) | (kwargs or {})
+            drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * fresh.reshape(drawn.shape))
         elif name == "philox_uniforms" or torch.Tag.nondeterministic_seeded in func.tags:
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )
         return out
-
-
-def _argument(func, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: float) -> Any:
-    """The argument of that name in a call of an operator."""
-    names = [argument.name for argument in func._schema.arguments]
-    if name in names and names.index(name) < len(args):
-        return args[names.index(name)]
-    return kwargs.get(name, default)
 
 
 def state_of(tx: Any, params: Any) -> Any:
