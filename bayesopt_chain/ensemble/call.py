@@ -29,7 +29,6 @@ WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
 COARSE = 4.0  # roundings of outputs at the targets' mean, of which a deviation has to be larger
 SPARE = 0.04  # of minutes, for what follows training
-LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
 # 0: benchmarks/results/constants.json)
 WORSE = -1.0
@@ -202,8 +201,8 @@ def posterior_ensemble(
             **described(networks, likelihood),
         }
     stages = Stages(path, about, raw.device, mesh, progress)
-    start = {"params": networks.params, "buffers": networks.buffers}
-    start = stages.once("start", lambda: {**start, "axes": principal_axes(networks, raw, scale)})
+    first = {"params": networks.params, "buffers": networks.buffers}
+    start = stages.once("start", lambda: {**first, "axes": principal_axes(networks, raw, scale)})
     stages.of_first(networks.require_start, start["params"])
     networks = networks._replace(params=start["params"], buffers=start["buffers"])
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
@@ -239,9 +238,8 @@ def posterior_ensemble(
         if not training.done.pilots:
             raise
         failure = stages.name, err
-    done = training.done
-    chosen |= {"steps": done.steps[0], "lr": found["lr"]}
-    return _finished(problem, done, chosen, found["passes"], began, scale, alike, failure, drawn)
+    chosen |= {"steps": training.done.steps[0], "lr": found["lr"]}
+    return _finished(problem, training.done, chosen, found["passes"], began, scale, alike, failure, drawn)
 
 
 def batch_size_for(size: int) -> int:
@@ -285,8 +283,6 @@ def _cost(
     passes = steps * (1 + MORE + tried) * problem.batch_size / problem.data.size
     said = f"{problem.count} networks, {steps} steps of {problem.batch_size} data, {passes:.4g} passes"
     said += f", about {seconds:.3g} s" + (f", {chains:.3g} of them for chains" if chains else "")
-    if seconds > LONG and minutes is None:
-        said += "; minutes= or steps= make it shorter"
     return {
         "steps": steps,
         "seconds": seconds,
@@ -332,7 +328,10 @@ def _finished(
     if noise is not None:
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
         likelihood = problem.likelihood.scaled(1 / noise)
-        said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
+        variances = torch.as_tensor(likelihood.noise_variance, device="cpu").flatten().tolist()
+        few = ", ".join([f"{v:.3g}" for v in variances[:4]])
+        more = f" and {len(variances) - 4} more" if len(variances) > 4 else ""
+        said.append(f"noise: variance {few}{more}, by held-out data.")
         if "draws" in drawn:
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
@@ -438,12 +437,6 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
     else:
         said.append(f"prior: the {trained.priors[0]}.")
     return said
-
-
-def _numbers(x: Any) -> str:
-    values = torch.as_tensor(x, device="cpu").flatten()
-    few = ", ".join(f"{v:.3g}" for v in values[:4].tolist())
-    return f"variance {few}" + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
 def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks: Members, residuals: bool) -> Any:

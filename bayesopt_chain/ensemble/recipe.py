@@ -206,8 +206,8 @@ class Training:
             )
         close = last <= last.min() + WITHIN * (first - last.min()).abs()
         found = next(lr for lr, good in zip(RATES, close.tolist()) if good)
-        share = len(RATES) / self.problem.count
-        return {"lr": found, "passes": share * tried * self.problem.batch_size / self.problem.data.size}
+        gradients = len(RATES) * tried / self.problem.count
+        return {"lr": found, "passes": gradients * self.problem.batch_size / self.problem.data.size}
 
     def train(self, lr: float, steps: int, until: float | None = None, most: float = math.inf) -> Trained:
         """All of it.

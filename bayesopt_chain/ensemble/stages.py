@@ -110,7 +110,7 @@ class Stages:
             ValueError: another call's.
         """
         mine = json.loads(json.dumps(dict(about)))
-        if what := difference(self.once(CALL, lambda: mine), mine):
+        if self.path is not None and (what := difference(self.once(CALL, lambda: mine), mine)):
             raise ValueError(
                 f"{self.who}: {self.path} holds another call: {what}; give this one a directory of its own"
             )
