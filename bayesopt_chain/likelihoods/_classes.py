@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Softmax, Support
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Softmax, Support, alike
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
@@ -114,15 +114,13 @@ class Categorical(OneOfSeveral):
         """The outputs with their classes on the last axis."""
         return outputs.movedim(self.axis, -1)
 
-    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
-        log_p, entropy, count = torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), 0
-        for outputs in draws:
-            log = self._last(outputs).to(wide(outputs.dtype)).log_softmax(-1)
-            own = torch.special.entr(log.exp()).sum(-1)
-            log_p, entropy = (torch.logaddexp(log_p, log), entropy + own) if count else (log, own)
+    @checks.takes(draws=checks.BATCHES)
+    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        log_p, entropy, count = torch.tensor(-math.inf, device="cpu"), 0.0, 0
+        for outputs in alike(draws):
+            own = self._last(outputs).to(wide(outputs.dtype)).log_softmax(-1)
+            log_p, entropy = torch.logaddexp(log_p, own), entropy + torch.special.entr(own.exp()).sum(-1)
             count += 1
-        if not count:
-            return super()._pooled(())
         together = (log_p - math.log(count)).movedim(-1, self.axis)[None]
         return replace(self.mixture(together), mean_entropy=entropy / count)
 

@@ -37,6 +37,9 @@ class LogRates(Likelihood):
         mu = outputs.exp()
         return mu + self.excess * mu * mu  # of squares a Poisson's excess of 0 would make 0 times infinity
 
+    def information(self, outputs: Tensor) -> Tensor:
+        return 1 / ((-outputs).exp() + self.excess)
+
     def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mu = (mean + variance / 2).exp()
         within = mu + self.excess * mu * (mu * variance.exp())
@@ -56,9 +59,6 @@ class Poisson(LogRates):
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
         self._require_once(outputs, targets)
         return outputs.exp() - targets.to(outputs.dtype)  # also of yes and no
-
-    def information(self, outputs: Tensor) -> Tensor:
-        return outputs.exp()
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.exp(), generator=generator)
@@ -85,10 +85,6 @@ class NegativeBinomial(LogRates):
         ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
         total = torch.logaddexp(f, r.log())
         return (ways + y * (f - total) + r * (r.log() - total)).to(outputs.dtype)
-
-    def information(self, outputs: Tensor) -> Tensor:
-        mu = outputs.exp()
-        return self.dispersion / (1 + self.dispersion / mu)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         shape = torch.full_like(outputs, self.dispersion)

@@ -50,18 +50,33 @@ class Custom(Likelihood):
     support = None
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        hessian = self._differentiated if self.output_hessian is None else self.output_hessian
-        return _root_of(hessian(outputs, labels), outputs)
+        entries = outputs.shape[1:].numel()
+        if self.output_hessian is not None:
+            hessian = self.output_hessian(outputs, labels)
+            if hessian.shape != (len(outputs), entries, entries):
+                raise ValueError(
+                    f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {(len(outputs), entries, entries)}: "
+                    "return one matrix over the entries of an event for each datum"
+                )
+        elif labels is None:
+            raise ValueError(
+                "the curvature of a custom likelihood is its Hessian at the targets, and here are none: pass "
+                "output_hessian=, of outputs alone, to likelihoods.custom, or use a likelihood whose expected Hessian is known"
+            )
+        else:
+            slope = torch.func.grad(lambda f: -self.log_prob(f, labels).sum())
 
-    def _differentiated(self, outputs: Tensor, targets: Any) -> Tensor:
-        def one(output: Tensor, target: Tensor) -> Tensor:
-            def loss(entries: Tensor) -> Tensor:
-                return -self.log_prob(entries.reshape((1, *output.shape)), target[None]).sum()
+            def along(direction: Tensor) -> Tensor:
+                """The Hessian times a direction in one datum's outputs, for all data, which do not depend on each other."""
+                return torch.func.grad(lambda f: (slope(f) * direction).sum())(outputs)
 
-            # torch.func.hessian takes forward mode, which not every operation has
-            return torch.func.jacrev(torch.func.grad(loss))(output.reshape(-1))
-
-        return torch.vmap(one)(outputs, observed(targets))
+            if self.grouping(outputs.shape[1:]).width == 1:  # targets do not depend on each other either
+                curvature = along(torch.ones_like(outputs[0]))[..., None, None]
+                return Elementwise(semidefinite_root(curvature, self.name).reshape(outputs.shape).to(outputs))
+            units = torch.eye(entries, dtype=outputs.dtype, device=outputs.device)
+            hessian = torch.vmap(along)(units.reshape(entries, *outputs.shape[1:])).flatten(2).transpose(0, 1)
+        roots = semidefinite_root(hessian, "custom").to(outputs.dtype)
+        return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,13 +182,6 @@ class FromDistribution(Custom):
         low, high, is_discrete = self._support(outputs)
         return Support(float(low.min()), float(high.max()), is_discrete)
 
-    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:
-            return super().exact_root(outputs, labels)
-        slope = torch.func.grad(lambda f: -self.log_prob(f, observed(labels)).sum())
-        curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
-        return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
-
 
 def custom(
     nll: Loss | None = None,
@@ -233,29 +241,6 @@ def custom(
         return FromDistribution(output_hessian, distribution)
     assert nll is not None
     return FromLoss(output_hessian, nll, draw, mean)
-
-
-def observed(targets: Any) -> Any:
-    """The targets at which a Hessian is taken, which have to be there."""
-    if targets is None:
-        raise ValueError(
-            "the curvature of a custom likelihood is its Hessian at the targets, and here are none: pass "
-            "output_hessian=, of outputs alone, to likelihoods.custom, or use a likelihood whose expected Hessian is known"
-        )
-    return targets
-
-
-def _root_of(hessian: Tensor, outputs: Tensor) -> Explicit:
-    """The root of a Hessian of every datum's outputs."""
-    entries = outputs.shape[1:].numel()
-    wanted = (outputs.shape[0], entries, entries)
-    if hessian.shape != wanted:
-        raise ValueError(
-            f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
-            "return one matrix over the entries of an event for each datum"
-        )
-    roots = semidefinite_root(hessian, "custom").to(outputs.dtype)
-    return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
 
 
 def semidefinite_root(hessian: Tensor, name: str) -> Tensor:
@@ -330,34 +315,37 @@ class Weighted(Likelihood):
         return f"weighted {self.inner.name}"
 
     def weights(self, targets: Any) -> Tensor | None:
-        labels, weights = _pair(targets)
-        if weights.ndim < labels.ndim:  # one for each datum
-            weights = weights.reshape(*weights.shape, *[1] * (labels.ndim - weights.ndim)).expand(labels.shape)
-        own = self.inner.weights(self._filled(labels, weights))
+        labels, weights = self._parts(targets)
+        own = self.inner.weights(labels)
         return weights if own is None else weights * own
 
     def labels(self, targets: Any) -> Any:
-        labels, weights = _pair(targets)
-        return self.inner.labels(self._filled(labels, weights))
+        return self.inner.labels(self._parts(targets)[0])
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
-        labels, weights = _pair(targets)
-        if tuple(weights.shape) not in (tuple(labels.shape), tuple(labels.shape[:1])):
+        labels, weights = self._parts(targets)
+        if is_readable(weights) and not bool((weights.isfinite() & (weights >= 0)).all()):
+            raise ValueError("weighted: weights must be finite and not negative; leave a target out by the weight 0")
+        self.inner.require(outputs, labels, wait=wait)
+
+    def _parts(self, targets: Any) -> tuple[Tensor, Tensor]:
+        """The targets and the weight of each; those of weight 0 are replaced by another one, which no support excludes."""
+        if not (isinstance(targets, (tuple, list)) and len(targets) == 2 and isinstance(targets[0], Tensor)):
+            raise ValueError(
+                f"weighted: the targets are {checks.short(targets)}, not a pair: pass batches (inputs, (targets, weights))"
+            )
+        labels, weights = targets[0], torch.as_tensor(targets[1], device=targets[0].device)
+        if weights.shape not in (labels.shape, labels.shape[:1]):
             raise ValueError(
                 f"weighted: weights {tuple(weights.shape)} for targets {tuple(labels.shape)}: pass one for each datum, "
                 f"{tuple(labels.shape[:1])}, or one for each target"
             )
-        if is_readable(weights) and not bool((weights.isfinite() & (weights >= 0)).all()):
-            raise ValueError("weighted: weights must be finite and not negative; leave a target out by the weight 0")
-        self.inner.require(outputs, self._filled(labels, weights), wait=wait)
-
-    def _filled(self, labels: Tensor, weights: Tensor) -> Tensor:
-        """The targets, those of weight 0 replaced by one of the others, which no support excludes; by 0 where there is none."""
-        left_out = (weights.reshape(*weights.shape, *[1] * (labels.ndim - weights.ndim)) == 0).expand(labels.shape)
+        weights = weights.reshape(*weights.shape, *[1] * (labels.ndim - weights.ndim)).expand(labels.shape)
         if not labels.numel():
-            return labels
+            return labels, weights
+        left_out = weights == 0
         first = left_out.flatten().to(torch.int32).argmin(0, keepdim=True)  # no number to index with, for vmap
-        return torch.where(left_out, torch.where(left_out.all(), 0, labels.flatten()[first]), labels)
+        return torch.where(left_out, torch.where(left_out.all(), 0, labels.flatten()[first]), labels), weights
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Weighted(self.inner.scaled(scale))
@@ -366,8 +354,8 @@ class Weighted(Likelihood):
         wider, outputs = self.inner.widened(outputs, factor)
         return Weighted(wider), outputs
 
-    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
-        return replace(self.inner._pooled(draws), likelihood=self)
+    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        return replace(self.inner.pooled(draws), likelihood=self)
 
 
 def weighted(likelihood: Likelihood) -> Likelihood:
@@ -392,11 +380,3 @@ def weighted(likelihood: Likelihood) -> Likelihood:
         tensor([1.4189, 0.0000])
     """
     return likelihood if isinstance(likelihood, Weighted) else Weighted(likelihood)
-
-
-def _pair(targets: Any) -> tuple[Tensor, Tensor]:
-    if not (isinstance(targets, (tuple, list)) and len(targets) == 2 and isinstance(targets[0], Tensor)):
-        raise ValueError(
-            f"weighted: the targets are {checks.short(targets)}, not a pair: pass batches (inputs, (targets, weights))"
-        )
-    return targets[0], torch.as_tensor(targets[1], device=targets[0].device)

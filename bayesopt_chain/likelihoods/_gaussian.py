@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch.special import ndtr
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood
-from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
+from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import FEW, incomplete_beta, normal_nodes, standard_gamma
 from bayesopt_chain.trees import as_tensor
 
@@ -57,8 +57,11 @@ class Normal(Likelihood):
 
     def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
         """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
-        mean, log_variance = self.pair(outputs)
-        return mixture_crps(mean, log_variance.exp().expand_as(mean), log_weights.exp().to(mean), targets)
+        mean, variance, weights = self.mean(outputs), self.variance(outputs), log_weights.exp().to(outputs)
+        first, second = torch.tensordot(weights, _absolute_mean(targets - mean, variance), dims=1), 0.0
+        for w, m, v in zip(weights, mean, variance):  # one row of the S^2 pairs at a time
+            second = second + w * torch.tensordot(weights, _absolute_mean(m - mean, v + variance), dims=1)
+        return first - 0.5 * second
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,31 +91,17 @@ class Gaussian(Normal):
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Gaussian(self.variance_of_noise / scale)
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None, points: int = FEW) -> Mixture:
-        noise = self.variance(outputs[0])
-        if not isinstance(outputs, Outputs):
-            return replace(super().mixed(outputs, log_weights), within=noise)
-        mean, spread = outputs.mean, outputs.variance.reshape(noise.shape)
-        stacked = torch.stack([mean, (noise + spread).log()], -1)[None]
-        return Mixture(_Stacked(), stacked, mean.new_zeros(1), noise, (mean, spread))
+    def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        noise = self.variance(outputs.mean)
+        spread = outputs.variance.reshape(noise.shape)
+        known = Gaussian(noise + spread)
+        return Predictive(known, outputs.mean[None], noise.new_zeros(1), None, noise, (outputs.mean, spread))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return Gaussian(self.variance_of_noise * factor), outputs
 
     def _variance(self, outputs: Tensor) -> Tensor:
         return as_tensor(self.variance_of_noise, outputs.dtype, outputs.device)
-
-
-class _Stacked(Normal):
-    """Means and log variances stacked along a last axis of their own: targets of any shape."""
-
-    name = "gaussian"
-
-    def grouping(self, event: torch.Size) -> Grouping:
-        return Grouping(tuple(event[:-1]), 2)
-
-    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs[..., 0], outputs[..., 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,15 +269,6 @@ def _require_of_event(what: str, value: Any, event: torch.Size) -> None:
 def normal_like(tensor: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normals of a tensor's shape."""
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-
-
-def mixture_crps(mean: Tensor, variance: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Of Gaussians ``[S, *]`` with weights ``[S]``."""
-    first = torch.tensordot(weights, _absolute_mean(y - mean, variance), dims=1)
-    second: Any = 0
-    for w, m, v in zip(weights, mean, variance):  # one row of the S^2 pairs at a time
-        second = second + w * torch.tensordot(weights, _absolute_mean(m - mean, v + variance), dims=1)
-    return first - 0.5 * second
 
 
 def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +52,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
+from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import FEW, normal_nodes
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
 from bayesopt_chain.trees import as_tensor, wide
@@ -109,8 +108,7 @@ class OutputRoot(ABC):
             >>> root.combine(torch.tensor([[1.0, -1.0]]))
             tensor([[ 2., -2.]])
         """
-        columns = self.part(0, self.columns)
-        return (columns * weights.mT.reshape(*columns.shape[:2], *[1] * (columns.ndim - 2))).sum(0)
+        return torch.einsum("bk,kb...->b...", weights, self.part(0, self.columns))
 
     def diagonal(self) -> Tensor:
         """The diagonal of ``S S^T``.
@@ -171,12 +169,10 @@ class Elementwise(OutputRoot):
         return self.scale.shape[1:].numel()
 
     def part(self, start: int, stop: int) -> Tensor:
-        units = torch.zeros(stop - start, self.columns, dtype=self.scale.dtype, device=self.scale.device)
-        units.diagonal(start).fill_(1)
-        return self.scale * units.reshape(stop - start, 1, *self.scale.shape[1:])
+        return self.combine(_units(self.scale, start, stop, self.columns))
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self.scale * weights.reshape(self.scale.shape)
+        return self.scale * weights.reshape(*weights.shape[:-2], *self.scale.shape)
 
     def diagonal(self) -> Tensor:
         return self.scale.square()
@@ -216,29 +212,16 @@ class Softmax(OutputRoot):
         return self.p.shape[1:-1].numel() * self.labels
 
     def part(self, start: int, stop: int) -> Tensor:
-        b, classes = self.p.shape[0], self.p.shape[-1]
-        first, last = start // self.labels, -(-stop // self.labels)
-        p = self.p.reshape(b, -1, classes).transpose(0, 1)[first:last]  # [positions, b, C]
-        d, d_over_q = self._scales(p)
-        column = torch.arange(start, stop, device=p.device)
-        position, label = column // self.labels - first, column % self.labels
-        behind = torch.arange(classes, device=p.device) - label[:, None]
-        is_label, is_behind = ((mask[:, None]).to(p.dtype) for mask in (behind == 0, behind > 0))
-        positions = self.p.shape[1:-1].numel()
-        if positions == 1:
-            here, after = (scale[0].mT[start:stop, :, None] for scale in (d, d_over_q))
-            return self._as_outputs((is_label * here - is_behind * after * p).reshape(-1, *self.p.shape))
-        here, after = (scale[position, :, label][..., None] for scale in (d, d_over_q))
-        columns = is_label * here - is_behind * after * p[position]  # [k, b, C]
-        zeros = torch.zeros(stop - start, b, positions, classes, dtype=p.dtype, device=p.device)
-        where = (position + first)[:, None, None, None].expand(stop - start, b, 1, classes)
-        return self._as_outputs(zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape))
+        return self.combine(_units(self.p, start, stop, self.columns))
 
     def combine(self, weights: Tensor) -> Tensor:
-        d, d_over_q = self._scales(self.p)
-        weights, classes = weights.reshape(d.shape), self.p.shape[-1]
-        before = pad((weights * d_over_q).cumsum(-1), (1, 0))[..., :classes]
-        return self._as_outputs(pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before)
+        classes = self.p.shape[-1]
+        left = pad(self.p.flip(-1).cumsum(-1).flip(-1), (0, 1))  # from class k on
+        q, with_k = left[..., 1 : self.labels + 1], left[..., : self.labels]
+        d = (self.p[..., : self.labels] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 without probability left
+        own = weights.reshape(*weights.shape[:-2], *d.shape) * d
+        before = pad((own / torch.where(q > 0, q, 1)).cumsum(-1), (1, 0))[..., :classes]
+        return self._as_outputs(pad(own, (0, max(0, classes - self.labels))) - self.p * before)
 
     def diagonal(self) -> Tensor:
         return self._as_outputs(self._times(self.p * (1 - self.p)))
@@ -256,13 +239,6 @@ class Softmax(OutputRoot):
     def _as_outputs(self, columns: Tensor) -> Tensor:
         return self._times(columns).movedim(-1, self.axis)
 
-    def _scales(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        """Return d and d / q, ``[*, labels]``; both are 0 where no probability is left."""
-        left = pad(p.flip(-1).cumsum(-1).flip(-1), (0, 1))  # from class k on
-        q, with_k = left[..., 1 : self.labels + 1], left[..., : self.labels]
-        d = (p[..., : self.labels] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()
-        return d, d / torch.where(q > 0, q, 1)
-
 
 @dataclass(frozen=True)
 class Explicit(OutputRoot):
@@ -277,6 +253,13 @@ class Explicit(OutputRoot):
 
     def part(self, start: int, stop: int) -> Tensor:
         return self.held[start:stop]
+
+
+def _units(like: Tensor, start: int, stop: int, columns: int) -> Tensor:
+    """Weights ``[stop - start, b, K]`` of one column each."""
+    units = torch.zeros(stop - start, columns, dtype=like.dtype, device=like.device)
+    units.diagonal(start).fill_(1)
+    return units[:, None].expand(-1, len(like), -1)
 
 
 class Support(NamedTuple):
@@ -575,13 +558,10 @@ class Likelihood(ABC):
         if support is None or targets.dtype == torch.bool:
             return
         wrong = ~((targets >= support.low) & (targets <= support.high) & targets.isfinite())
-        what = "finite numbers"
-        if support.low > REAL.low or support.high < REAL.high:
-            what = f"numbers from {support.low:g} to {support.high:g}" if support.high < REAL.high else "counts from 0"
         if support.is_discrete:
             wrong = wrong | (targets != targets.round())
-            what = what.replace("numbers", "whole numbers")
-        self._refuse(wrong, targets, what)
+        within = f"{'whole ' * support.is_discrete}numbers from {support.low:g} to {support.high:g}"
+        self._refuse(wrong, targets, {REAL: "finite numbers", COUNTS: "counts from 0"}.get(support, within))
 
     def weights(self, targets: Any) -> Tensor | None:
         """The weight of every target.
@@ -957,9 +937,24 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(0.5).mixture(outputs).variance
             tensor([[1.5000]])
         """
-        weights = weights_of_draws(outputs, log_weights)
+        if outputs.ndim < 2 or not len(outputs):
+            raise ValueError(
+                f"mixture: outputs must be [draws, N, *event] of at least one draw, got {tuple(outputs.shape)}"
+            )
         self.grouping(outputs.shape[2:])
-        return Predictive(self, outputs, weights)
+        if log_weights is None:
+            log_weights = outputs.new_zeros(len(outputs), dtype=wide(outputs.dtype))
+        if log_weights.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape "
+                f"{tuple(log_weights.shape)}"
+            )
+        found = log_weights.log_softmax(0)
+        if is_readable(found) and bool(found.isnan().any()):
+            raise ValueError(
+                "mixture: log_weights are NaN, or no draw has a weight: look at what they were computed from"
+            )
+        return Predictive(self, outputs, found)
 
     @checks.takes(draws=checks.BATCHES)
     def pooled(self, draws: Iterable[Tensor]) -> Predictive:
@@ -985,47 +980,29 @@ class Likelihood(ABC):
             >>> p.outputs.shape, p.epistemic.shape
             (torch.Size([1, 3, 7]), torch.Size([3]))
         """
+        return self.mixture(torch.stack([*alike(draws)]))
 
-        def checked() -> Iterator[Tensor]:
-            shapes = set[torch.Size]()
-            for draw in draws:
-                checks.require("pooled", draws=(draw, checks.REALS))
-                shapes.add(draw.shape)
-                if len(shapes) > 1:
-                    raise ValueError(
-                        f"pooled: draws must be outputs of one shape, got {' and '.join(map(str, map(tuple, shapes)))}"
-                    )
-                yield draw
-
-        return self._pooled(checked())
-
-    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
-        kept = list(draws)
-        return self.mixture(torch.stack(kept) if kept else torch.empty(0, device="cpu"))
-
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None, points: int = FEW) -> Mixture:
-        """The mixture that a :class:`Predictive` computes with; a likelihood with closed forms has its own.
+    def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        """The nodes that a :class:`Predictive` of Gaussian outputs asks; a likelihood with closed forms has its own.
 
         Args:
-            outputs: Gaussian :class:`Outputs` of data apart, or draws ``[S, N, *event]``.
-            log_weights: of draws, ``[S]``.
+            outputs: Gaussian outputs of data apart.
             points: of a rule over one output. Default 129.
 
         Returns:
-            Nodes and their weights, by default those of :meth:`nodes`, and the likelihood of a target at them.
+            The mixture over :meth:`nodes`, with what :meth:`moments` knows.
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> likelihoods.poisson().mixed(torch.zeros(2, 1, 1)).mean  # over two draws
-            tensor([[1.]])
+            >>> outputs = likelihoods.Outputs(torch.zeros(1, 1), torch.ones(1, 1))
+            >>> likelihoods.poisson().mixed(outputs).outputs.shape
+            torch.Size([129, 1, 1])
         """
-        if isinstance(outputs, Outputs):
-            variance = outputs.variance.reshape(outputs.mean.shape)
-            nodes, log_weights = self.nodes(*outputs, points)
-            of_rule = points if len(log_weights) == points else 0
-            return Mixture(self, nodes, log_weights, *self.moments(outputs.mean, variance), of_rule)
-        return Mixture(self, outputs, weights_of_draws(outputs, log_weights))
+        nodes, log_weights = self.nodes(*outputs, points)
+        within, of_means = self.moments(outputs.mean, outputs.variance.reshape(outputs.mean.shape))
+        of_rule = points if len(log_weights) == points else 0
+        return Predictive(self, nodes, log_weights, None, within, of_means, of_rule)
 
     def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """What is known of a target at Gaussian outputs in closed form.
@@ -1212,15 +1189,8 @@ class Grouping(NamedTuple):
         """
         if covariance.ndim == 2:
             return self.split(covariance)
-        n, entries = covariance.shape[:2]
-        if self.order is None and entries == self.width:
-            return covariance.reshape(n, *self.positions, self.width, self.width)
-        index = (
-            torch.arange(entries, device=covariance.device) if self.order is None else self.order.to(covariance.device)
-        )
-        index = index.reshape(-1, self.width)
-        out = covariance[:, index[:, :, None], index[:, None, :]]
-        return out.reshape(n, *self.positions, self.width, self.width)
+        own = self.split(torch.arange(covariance.shape[1], device=covariance.device)[None])[0]
+        return covariance[:, own[..., :, None], own[..., None, :]]
 
     def join(self, groups: Tensor, event: Sequence[int]) -> Tensor:
         """Undo :meth:`split`, for any leading axes.
@@ -1271,23 +1241,20 @@ def slope(total: Any, outputs: Tensor) -> Tensor:
         return torch.autograd.grad(total(f), f, materialize_grads=True)[0]
 
 
-def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
-    """The logarithms of the draws' weights, which sum to 1, all alike if none are given.
+def alike(draws: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Draws one after another, each of them checked.
 
     Raises:
-        ValueError: no draws, or another number of weights.
+        ValueError: no draws, or draws of different shapes.
     """
-    if outputs.ndim < 2 or not len(outputs):
-        raise ValueError(
-            f"mixture: outputs must be [draws, N, *event] of at least one draw, got {tuple(outputs.shape)}"
-        )
-    if log_weights is None:
-        return outputs.new_full((len(outputs),), -math.log(len(outputs)), dtype=wide(outputs.dtype))
-    found = log_weights.log_softmax(0) if log_weights.ndim else log_weights
-    if log_weights.shape != outputs.shape[:1]:
-        raise ValueError(
-            f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape {tuple(log_weights.shape)}"
-        )
-    if is_readable(found) and bool(found.isnan().any()):
-        raise ValueError("mixture: log_weights are NaN, or no draw has a weight: look at what they were computed from")
-    return found
+    shapes = set[torch.Size]()
+    for draw in draws:
+        checks.require("pooled", draws=(draw, checks.REALS))
+        shapes.add(draw.shape)
+        if len(shapes) > 1:
+            raise ValueError(
+                f"pooled: draws must be outputs of one shape, got {' and '.join(map(str, map(tuple, shapes)))}"
+            )
+        yield draw
+    if not shapes:
+        raise ValueError("pooled: draws must be outputs of at least one draw, got none")

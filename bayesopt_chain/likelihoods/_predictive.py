@@ -8,9 +8,8 @@ ensembles), and a target follows them by its likelihood:
     classes    H[E p] = E H[p]       (aleatoric)  +  the mutual information of label and outputs (epistemic)
 
 Which part more data could remove is Depeweg, Hernandez-Lobato, Doshi-Velez and Udluft (2018). Of Gaussian outputs the
-likelihood says by which nodes, or in closed form, they are integrated over (:class:`Mixture` computes with these).
-
-A mixture of a likelihood over outputs, target by target: what a predictive distribution is computed from.
+likelihood says by which nodes, or in closed form, they are integrated over. So every question is answered by draws or nodes f_s
+with weights w_s, target by target, and a Gaussian asks its nodes:
 
     p(y) = sum_s w_s p(y | f_s),      E y = sum_s w_s E[y | f_s],      F(y) = sum_s w_s P(Y <= y | f_s)
     Var y = sum_s w_s { Var[y | f_s] + (E[y | f_s] - E y)^2 }
@@ -22,12 +21,13 @@ and otherwise an integral on each side of y.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -51,192 +51,6 @@ BISECTIONS = 64
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
 COUNTS = 64  # added up between two looks at which data are not yet
-LOWEST, HIGHEST = float("-inf"), float("inf")
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
-
-    ``within`` is ``E Var[y | f]``, shaped like the mean, and ``of_means`` are mean and variance of ``E[y | f]``, each where it
-    is known without the nodes. Where the nodes are the ``points`` of one rule, its answers must be those of every other one
-    (``_quadrature.py``).
-    """
-
-    likelihood: Any
-    outputs: Tensor
-    log_weights: Tensor
-    within: Tensor | None = None
-    of_means: tuple[Tensor, Tensor] | None = None
-    points: int = 0
-
-    def average(self, values: Tensor, unit: Any = None) -> Tensor:
-        """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the sum's own."""
-        weights = self.log_weights.to(values.dtype).exp()
-        if not self.points:
-            return torch.tensordot(weights, values, dims=1)
-        if self.points > FEW:  # far out a value may be infinite where no weight is left
-            values = torch.where(weights.reshape(-1, *[1] * (values.ndim - 1)) > 0, values, 0)
-        even, odd = (torch.tensordot(weights[k::2], values[k::2], dims=1) for k in (0, 1))
-        if unit is None:  # what the terms add up to that do not cancel
-            unit = torch.tensordot(weights[::16], values[::16].abs(), dims=1) / weights[::16].sum()
-        require_enough(even + odd, even / weights[::2].sum(), unit)
-        return even + odd
-
-    @property
-    def mean(self) -> Tensor:
-        return self.average(self.likelihood.mean(self.outputs)) if self.of_means is None else self.of_means[0]
-
-    @property
-    def noise(self) -> Tensor:
-        """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
-        return self.average(self.likelihood.variance(self.outputs)) if self.within is None else self.within
-
-    @property
-    def spread(self) -> Tensor:
-        """``Var E[y | f]``, shaped like the mean: the part of the variance that more data could remove."""
-        if self.of_means is not None:
-            return self.of_means[1]
-        means = self.likelihood.mean(self.outputs)
-        return self.average((means - self.average(means)).square())
-
-    @property
-    def variance(self) -> Tensor:
-        return self.noise + self.spread
-
-    def log_prob(self, labels: Any) -> Tensor:
-        each = self.likelihood.log_prob_at_nodes(self.outputs, labels)
-        log_weights = self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
-        if self.points > FEW:
-            each = torch.where(each.isnan() & (log_weights < UNLIKELY), -math.inf, each)
-        each = each + log_weights
-        if not self.points:
-            return each.logsumexp(0)
-        even, odd = (each[k::2].logsumexp(0) for k in (0, 1))
-        found, of_half = torch.logaddexp(even, odd), even - log_weights[::2].logsumexp(0)
-        require_enough(torch.ones_like(found), (of_half - found).exp(), 0)
-        return found
-
-    def cdf(self, values: Tensor) -> Tensor:
-        return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype), unit=1.0)
-
-    @torch.no_grad()
-    def quantile(self, level: float) -> Tensor:
-        """The smallest value y with ``P(Y <= y) >= level``, infinite where no number of its dtype is; not differentiated."""
-        dtype, support = self.outputs.dtype, self._ordered("quantile")
-        if dtype != torch.float64 and not TAIL < level < 1 - TAIL:
-            # in single precision weights add up to one within 1e-7, which is a tail
-            exact = replace(self, outputs=self.outputs.double(), log_weights=self.log_weights.double().log_softmax(0))
-            return exact.quantile(level).to(dtype)
-        low, high, value = self._line(support)
-        for _ in range(BISECTIONS):
-            if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
-                break
-            middle = (low + high) / 2
-            reached = self.cdf(value(middle)) >= level
-            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        found, below = (self.cdf(value(u)) for u in (high, low))
-        outside = torch.where(found < level, math.inf, -math.inf).to(found) + 0 * found  # NaN stays
-        return torch.where((found >= level) & (below < level), value(high), outside)
-
-    def crps(self, labels: Tensor) -> Tensor:
-        support = self._ordered("crps")
-        labels = labels.to(self.outputs.dtype) if labels.is_floating_point() else labels
-        closed = getattr(self.likelihood, "mixture_crps", None)
-        if closed is not None:
-            return closed(self.outputs, self.log_weights, labels)
-        return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
-
-    def _ordered(self, what: str) -> Any:
-        support = self.likelihood.support_at(self.outputs[0])
-        if support is None:
-            raise ValueError(
-                f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
-                "probabilities in mean"
-            )
-        return support
-
-    def _line(self, support: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """A bracket of every target in a variable u, float64, and the rising function of u that is the target's value.
-
-        Between two ends u is the value itself; otherwise the value is a centre or the one end, plus ``sign(u) (e^|u| - 1)``.
-        """
-        ends = [end for end in (support.low, support.high) if math.isfinite(end)]
-        shape = (self.outputs.shape[1], *self.likelihood.grouping(self.outputs.shape[2:]).positions)
-        start = self.outputs.new_full(shape, ends[0] if ends else 0.0, dtype=torch.float64)
-        if not ends:
-            start = self.average(self.likelihood.mean(self.outputs)).to(torch.float64)
-        step = float(support.is_discrete)  # below the least count
-
-        def value(u: Tensor) -> Tensor:
-            x = u if len(ends) == 2 else start + u.sign() * u.abs().expm1()
-            return (x.floor() if support.is_discrete else x).to(self.outputs.dtype)
-
-        far = math.log(torch.finfo(self.outputs.dtype).max) - 1
-        low, high = -far if support.low == LOWEST else -math.log1p(step), far if support.high == HIGHEST else 0.0
-        if len(ends) == 2:
-            low, high = support.low - step, support.high
-        return torch.full_like(start, low), torch.full_like(start, high), value
-
-    def _summed_score(self, y: Tensor, support: Any) -> Tensor:
-        ends, low = torch.full_like(y, min(support.high, MOST_COUNTS), dtype=torch.float64), int(support.low)
-        if support.high == HIGHEST:
-            rest = max(1e-9, 16 * torch.finfo(self.outputs.dtype).eps)  # to which weights of a mixture add up to one
-            ends = self.quantile(1 - rest).maximum(y).to(torch.float64)
-        if not float(ends.max()) < MOST_COUNTS:
-            raise ValueError(f"crps: counts up to {float(ends.max()):g} would have to be added up; use log_prob")
-        total, below = torch.zeros_like(ends), torch.zeros_like(ends)
-        some, rows = self, torch.arange(len(y), device=y.device)
-        for k in range(low, int(ends.max()) + 1):
-            if (k - low) % COUNTS == 0:  # data whose counts are added up are left out from here on
-                rows = (ends.reshape(len(y), -1).amax(1) >= k).nonzero()[:, 0]
-                some = replace(self, outputs=self.outputs[:, rows].to(torch.float64))
-            at = torch.full_like(ends[rows], k)
-            # much cheaper than distribution functions
-            masses = some.likelihood.log_prob_at_nodes(some.outputs, at).exp()
-            below[rows] += some.average(masses, unit=1.0)
-            total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
-        return total.to(self.outputs.dtype)
-
-    def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
-        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support, in
-        pieces that are short where the distribution function rises, as at components that are narrow and far apart."""
-        nodes, weights = (x.to(self.outputs).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
-        even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(self.outputs)
-        middle, width = self.quantile(0.5), self.quantile(0.75) - self.quantile(0.25)
-        width = width.clamp_min(torch.finfo(width.dtype).tiny)
-        many = replace(self, outputs=self.outputs[:, None])  # of values [nodes, N, *]
-        start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
-
-        def below(u: Tensor) -> Tensor:
-            at_once = max(1, AT_ONCE // max(1, self.outputs.numel()))
-            return torch.cat([many.cdf(x) for x in (middle + width * u.sinh()).split(at_once)])
-
-        for end, sign in ((support.low, -1.0), (support.high, 1.0)):
-            stop = torch.asinh((end - middle) / width) if math.isfinite(end) else torch.full_like(start, sign * STRETCH)
-            edges = start + even.reshape(-1, *[1] * y.ndim) * (stop - start)
-            for _ in range(ROUNDS):
-                edges = _shifted(edges, below(edges).detach())
-            steps = edges.diff(dim=0)[:, None]
-            u = (edges[:-1, None] + nodes * steps).flatten(0, 1)
-            missed = below(u) if sign < 0 else 1 - below(u)
-            terms = (weights * steps).flatten(0, 1) * missed.square() * u.cosh()
-            total = total + terms.sum(0) * sign * width
-        return total
-
-
-def _shifted(edges: Tensor, reached: Tensor) -> Tensor:
-    """Edges ``[pieces + 1, *]`` of as many pieces with equal shares of the way and of the rise of what is reached there."""
-    tiny = torch.finfo(edges.dtype).tiny
-    way, rise = (x.diff(dim=0).abs() for x in (edges, reached))
-    share = way / way.sum(0).clamp_min(tiny) + rise / rise.sum(0).clamp_min(tiny)
-    known = torch.nn.functional.pad(share.cumsum(0).flatten(1).mT, (1, 0)).contiguous()
-    wanted = known[:, -1:] * torch.linspace(0, 1, len(edges), device="cpu").to(known)
-    at = torch.searchsorted(known, wanted).clamp(1, len(edges) - 1)
-    (a, b), (low, high) = ((x.gather(1, at - 1), x.gather(1, at)) for x in (known, edges.flatten(1).mT))
-    return (low + (high - low) * ((wanted - a) / (b - a).clamp_min(tiny))).mT.reshape(edges.shape)
-
-
 NUMBERS_AT_ONCE = 2**24  # of outputs at nodes; data beyond that are taken in parts
 
 
@@ -302,6 +116,36 @@ class Outputs(NamedTuple):
         return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
 
 
+def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let draws answer a question; of Gaussian outputs nodes, for as many data at once as fit, and as many as it takes.
+
+    What it is asked with are tensors with a row a datum, and numbers.
+
+    Raises:
+        ValueError: a likelihood that is too narrow for the outputs.
+    """
+
+    @functools.wraps(question)
+    def asked(self: Predictive, *given: Any) -> Tensor:
+        if not isinstance(self.outputs, Outputs):
+            return question(self, *given).to(self.outputs.dtype)
+        points = FEW
+        while points <= MANY:
+            try:
+                answers = [question(nodes, *cut) for nodes, cut in self._nodes(points, given)]
+                return torch.cat(answers).to(self.outputs.mean.dtype)
+            except TooFew:
+                points = 2 * points - 1
+        raise ValueError(
+            f"the {self.likelihood.name} likelihood is too narrow for these outputs, of standard deviations of up to "
+            f"{float(self.outputs.variance.amax().sqrt()):.3g}, or a target too far from them: {MANY} points do not integrate "
+            "it (they do up to about 10,000 of its widths). Look at what the outputs are so uncertain of, or ask "
+            "likelihood.mixture of draws of them"
+        )
+
+    return asked
+
+
 @dataclass(frozen=True, eq=False)
 class Predictive:
     """New targets ``p(y) = E_f p(y | f)``, made by :meth:`bayesopt_chain.FittedLaplace.predictive`, by the ``predict`` of an
@@ -317,6 +161,10 @@ class Predictive:
         mean_entropy: where draws of classes were added up (``likelihood.pooled``), the mean of their entropies,
             ``[N, *positions]`` in nats. Outputs are then ``[1, N, *event]``, the logarithms of the mixture's probabilities, and
             draws of targets are independent.
+        within, of_means: of nodes that stand for a Gaussian ``E Var[y | f]``, and mean and variance of ``E[y | f]``, shaped
+            like the mean, each where it is known in closed form.
+        points: of the one rule that such nodes are, whose answers must be those of every other point (``_quadrature.py``);
+            else 0.
 
     Example:
         >>> import torch
@@ -341,19 +189,23 @@ class Predictive:
     outputs: Outputs | Tensor
     log_weights: Tensor | None = None
     mean_entropy: Tensor | None = None
+    within: Tensor | None = None
+    of_means: tuple[Tensor, Tensor] | None = None
+    points: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outputs", upcast(self.outputs))
 
     @property
+    @at_nodes
     def mean(self) -> Tensor:
         """``E y``, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
-        return self._of(lambda p: p.mean)
+        return self._average(self.likelihood.mean(self._draws)) if self.of_means is None else self.of_means[0]
 
     @property
     def variance(self) -> Tensor:
         """``Var y``, noise included, in squared units of the target, shaped like :attr:`mean`."""
-        return self._of(lambda p: p.variance)
+        return self._noise + self._spread
 
     @checks.takes(joint=checks.BOOL)
     def covariance(self, joint: bool = False) -> Tensor:
@@ -383,8 +235,7 @@ class Predictive:
             raise ValueError(
                 "covariance: the draws of these outputs were added up and not kept: predict fewer data at once"
             )
-        noise = self._of(lambda p: p.noise)
-        noise = noise.reshape(len(noise), -1)
+        noise = self._noise.flatten(1) if self._noise.ndim > 1 else self._noise[:, None]
         if isinstance(self.outputs, Outputs):
             if self.likelihood.noise_variance is None:
                 raise ValueError(
@@ -397,7 +248,7 @@ class Predictive:
             between = between if joint or between.ndim == 3 else torch.diag_embed(between)
         else:
             means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), len(noise), -1)
-            weights = self._weights.to(means)
+            weights = self._log_weights.exp().to(means)
             means = means - torch.tensordot(weights, means, dims=1)
             means = means.reshape(len(means), 1, -1) if joint else means
             between = torch.einsum("s,sni,snj->nij", weights, means, means)
@@ -426,17 +277,15 @@ class Predictive:
     def aleatoric(self) -> Tensor:
         """What no data remove: of classes the mean entropy in nats, ``[N, *positions]``, otherwise the noise's variance."""
         if not self.likelihood.has_classes:
-            return self._of(lambda p: p.noise)
-        if self.mean_entropy is not None:
-            return self.mean_entropy
-        return self._of(lambda p: p.average(self._entropy(p.likelihood.mean(p.outputs))))
+            return self._noise
+        return self._mean_entropy() if self.mean_entropy is None else self.mean_entropy
 
     @property
     def epistemic(self) -> Tensor:
         """What more data could remove, shaped like :attr:`aleatoric`: of classes the mutual information of label and outputs in
         nats, otherwise the variance of the mean."""
         if not self.likelihood.has_classes:
-            return self._of(lambda p: p.spread)
+            return self._spread
         return (self.entropy - self.aleatoric).clamp_min(0)
 
     def log_prob(self, targets: Any) -> Tensor:
@@ -452,7 +301,7 @@ class Predictive:
         Raises:
             ValueError: targets of another shape, or values that they cannot have.
         """
-        return self._scored(lambda p, y: p.log_prob(y), targets)
+        return self._weighted(self._log_density, targets)
 
     def crps(self, targets: Any) -> Tensor:
         """The continuous ranked probability score: how far the predicted distribution is from what came.
@@ -477,8 +326,7 @@ class Predictive:
             >>> p.crps(torch.zeros(1, 1))  # (sqrt(2) - 1) / sqrt(pi)
             tensor([[0.2337]])
         """
-        self._require_values("crps", "targets", self.likelihood.labels(targets))
-        return self._scored(lambda p, y: p.crps(y), targets)
+        return self._weighted(self._score, targets)
 
     def cdf(self, values: Tensor) -> Tensor:
         """The distribution function of a new target, ``P(y <= value)``.
@@ -498,10 +346,17 @@ class Predictive:
             >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).cdf(torch.zeros(1, 1))
             tensor([[0.5000]])
         """
-        self._require_values("cdf", "values", values)
-        return self._of(lambda p, x: p.cdf(x), values.expand(self._shape))
+        checks.require("cdf", values=(values, checks.VALUES))
+        shape = (len(self._first), *self.likelihood.grouping(self._first.shape[1:]).positions)
+        if values.dtype == torch.bool or not checks.is_spread(values.shape, shape):
+            raise ValueError(
+                f"cdf: values must be numbers of shape {shape}, got shape {tuple(values.shape)}, {values.dtype}"
+            )
+        return self._below(values.expand(shape))
 
     @checks.takes(level=checks.number("(0, 1)"))
+    @at_nodes
+    @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``, in the targets' units; not differentiated.
 
@@ -509,7 +364,7 @@ class Predictive:
             level: between 0 and 1, both excluded.
 
         Returns:
-            Values, counts for likelihoods of counts.
+            Values, counts for likelihoods of counts; infinite where no number of their dtype is one.
 
         Raises:
             ValueError: a level out of range; targets without an order, such as classes; a likelihood without ``cdf``.
@@ -520,7 +375,21 @@ class Predictive:
             >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
             tensor([[2.]])
         """
-        return self._of(lambda p: p.quantile(level))
+        draws, support = self._draws, self._ordered("quantile")
+        if draws.dtype != torch.float64 and not TAIL < level < 1 - TAIL:
+            # in single precision weights add up to one within 1e-7, which is a tail
+            exact = replace(self, outputs=draws.double(), log_weights=self._log_weights.double().log_softmax(0))
+            return exact.quantile(level)
+        low, high, value = self._line(support)
+        for _ in range(BISECTIONS):
+            if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
+                break
+            middle = (low + high) / 2
+            reached = self._below(value(middle)) >= level
+            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        found, below = (self._below(value(u)) for u in (high, low))
+        outside = torch.where(found < level, math.inf, -math.inf).to(found) + 0 * found  # NaN stays
+        return torch.where((found >= level) & (below < level), value(high), outside)
 
     @checks.takes(level=checks.number("(0, 1)"))
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -570,75 +439,194 @@ class Predictive:
         if isinstance(self.outputs, Outputs):
             drawn = self.outputs.draw(samples, generator)
         else:
-            weights = self._weights.to(self.outputs.device)
+            weights = self._log_weights.exp().to(self.outputs.device)
             drawn = self.outputs[torch.multinomial(weights, samples, True, generator=generator)]
         labels = self.likelihood.draw(drawn.flatten(0, 1), generator)
         return labels.reshape(*drawn.shape[:2], *labels.shape[1:])
 
     @property
-    def _weights(self) -> Tensor:
+    def _draws(self) -> Tensor:
+        assert isinstance(self.outputs, Tensor)
+        return self.outputs
+
+    @property
+    def _log_weights(self) -> Tensor:
         assert self.log_weights is not None
-        return self.log_weights.exp()
+        return self.log_weights
 
     @property
     def _first(self) -> Tensor:
         """One set of outputs, ``[N, *event]``."""
         return self.outputs.mean if isinstance(self.outputs, Outputs) else self.outputs[0]
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """Of the targets, ``[N, *positions]``."""
-        return (len(self._first), *self.likelihood.grouping(self._first.shape[1:]).positions)
-
-    def _of(self, question: Callable[..., Tensor], *trees: Any) -> Tensor:
-        """The mixture's answer, for as many data at once as fit, at as many nodes as it takes; ``trees`` have a row a datum."""
-        points = FEW
-        while points <= MANY:
-            try:
-                parts = []
-                for some, mixture in self._mixtures(points):
-                    cut = [optree.tree_map(lambda x, some=some: x[some], tree) for tree in trees]
-                    parts.append(question(mixture, *cut))
-                return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._first.dtype)
-            except TooFew:
-                points = 2 * points - 1
+    def _nodes(self, points: int, given: tuple[Any, ...]) -> Iterator[tuple[Predictive, tuple[Any, ...]]]:
+        """Nodes that stand for Gaussian outputs, some data after the other, with their rows of what was given."""
         assert isinstance(self.outputs, Outputs)
-        raise ValueError(
-            f"the {self.likelihood.name} likelihood is too narrow for these outputs, of standard deviations of up to "
-            f"{float(self.outputs.variance.amax().sqrt()):.3g}, or a target too far from them: {MANY} points do not integrate "
-            "it (they do up to about 10,000 of its widths). Look at what the outputs are so uncertain of, or ask "
-            "likelihood.mixture of draws of them"
-        )
-
-    def _mixtures(self, points: int) -> Iterator[tuple[slice, Mixture]]:
-        if not isinstance(self.outputs, Outputs):
-            yield slice(None), self.likelihood.mixed(self.outputs, self.log_weights)
-            return
         mean, covariance = self.outputs.mean, self.outputs.blocks
         if points > FEW:  # rounding in single precision would look as if points were too few for ever
             mean, covariance = mean.double(), covariance.double()
-        one: Mixture = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]), points=points)
-        at_once = max(1, NUMBERS_AT_ONCE // max(1, one.outputs.numel()))
-        for start in range(0, max(1, len(mean)), at_once):
-            some = slice(start, start + at_once)
-            yield some, self.likelihood.mixed(Outputs(mean[some], covariance[some]), points=points)
+        one: Predictive = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]), points)
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, one._draws.numel()))
+        cuts = [x.split(at_once) if isinstance(x, Tensor) else repeat(x) for x in given]
+        for m, c, *cut in zip(mean.split(at_once), covariance.split(at_once), *cuts):
+            yield self.likelihood.mixed(Outputs(m, c), points), tuple(cut)
 
-    def _scored(self, question: Callable[[Mixture, Any], Tensor], targets: Any) -> Tensor:
-        self.likelihood.require(self._first, targets, wait=True)
-        found = self._of(question, self.likelihood.labels(targets))
-        weights = self.likelihood.weights(targets)
-        return found if weights is None else torch.where(weights != 0, found * weights.to(found.dtype), 0)
+    def _average(self, values: Tensor, unit: Any = None) -> Tensor:
+        """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the sum's own."""
+        weights = self._log_weights.to(values.dtype).exp()
+        if self.points > FEW:  # far out a value may be infinite where no weight is left
+            values = torch.where(weights.reshape(-1, *[1] * (values.ndim - 1)) > 0, values, 0)
+        found = torch.tensordot(weights, values, dims=1)
+        if self.points:
+            if unit is None:  # what the terms add up to that do not cancel
+                unit = torch.tensordot(weights[::16], values[::16].abs(), dims=1) / weights[::16].sum()
+            require_enough(found, torch.tensordot(weights[::2], values[::2], dims=1) / weights[::2].sum(), unit)
+        return found
+
+    @property
+    @at_nodes
+    def _noise(self) -> Tensor:
+        """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
+        return self._average(self.likelihood.variance(self._draws)) if self.within is None else self.within
+
+    @property
+    @at_nodes
+    def _spread(self) -> Tensor:
+        """``Var E[y | f]``, shaped like the mean: the part of the variance that more data could remove."""
+        if self.of_means is not None:
+            return self.of_means[1]
+        means = self.likelihood.mean(self._draws)
+        return self._average((means - self._average(means)).square())
+
+    @at_nodes
+    def _mean_entropy(self) -> Tensor:
+        return self._average(self._entropy(self.likelihood.mean(self._draws)))
 
     def _entropy(self, p: Tensor) -> Tensor:
         if self.likelihood.support is None:
             return torch.special.entr(p).sum(-1)
         return torch.special.entr(p) + torch.special.entr(1 - p)
 
-    def _require_values(self, who: str, name: str, values: Any) -> None:
-        """Refuse what is no number for every target."""
-        checks.require(who, **{name: (values, checks.VALUES)})
-        shape = self._shape
-        if values.dtype == torch.bool or not checks.is_spread(values.shape, shape):
+    def _weighted(self, question: Callable[[Any], Tensor], targets: Any) -> Tensor:
+        """What is asked of targets, each times its weight."""
+        self.likelihood.require(self._first, targets, wait=True)
+        found, weights = question(self.likelihood.labels(targets)), self.likelihood.weights(targets)
+        return found if weights is None else torch.where(weights != 0, found * weights.to(found.dtype), 0)
+
+    @at_nodes
+    def _log_density(self, labels: Any) -> Tensor:
+        each = self.likelihood.log_prob_at_nodes(self._draws, labels)
+        log_weights = self._log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
+        if self.points > FEW:
+            each = torch.where(each.isnan() & (log_weights < UNLIKELY), -math.inf, each)
+        each = each + log_weights
+        found = each.logsumexp(0)
+        if self.points:
+            of_half = each[::2].logsumexp(0) - log_weights[::2].logsumexp(0)
+            require_enough(torch.ones_like(found), (of_half - found).exp(), 0)
+        return found
+
+    @at_nodes
+    def _below(self, values: Tensor) -> Tensor:
+        """The distribution function."""
+        return self._average(self.likelihood.cdf(self._draws, values).to(self._draws.dtype), unit=1.0)
+
+    @at_nodes
+    def _score(self, labels: Tensor) -> Tensor:
+        support = self._ordered("crps")
+        labels = labels.to(self._draws.dtype) if labels.is_floating_point() else labels
+        closed = getattr(self.likelihood, "mixture_crps", None)
+        if closed is not None:
+            return closed(self._draws, self._log_weights, labels)
+        return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
+
+    def _ordered(self, what: str) -> Any:
+        support = self.likelihood.support_at(self._first)
+        if support is None:
             raise ValueError(
-                f"{who}: {name} must be numbers of shape {shape}, got shape {tuple(values.shape)}, {values.dtype}"
+                f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
+                "probabilities in mean"
             )
+        return support
+
+    def _line(self, support: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """A bracket of every target in a variable u, float64, and the rising function of u that is the target's value.
+
+        The value is ``sign(u) (e^|u| - 1)`` from an end of the support, or from the mean.
+        """
+        ends = [end for end in (support.low, support.high) if math.isfinite(end)]
+        start = torch.zeros_like(self._below(self._draws.new_zeros(())), dtype=torch.float64)
+        start = start + (ends[0] if ends else self.mean)
+        far = math.log(torch.finfo(self._draws.dtype).max) - 1
+
+        def value(u: Tensor) -> Tensor:
+            x = start + u.sign() * u.abs().expm1()
+            return (x.floor() if support.is_discrete else x).to(self._draws.dtype)
+
+        def at(end: float) -> Tensor:
+            way = end - sum(ends[:1])
+            return torch.full_like(start, math.copysign(min(math.log1p(abs(way)), far), way))
+
+        step = float(support.is_discrete)  # the lowest value is below the least count
+        return at(support.low - step), at(support.high + step / 2), value
+
+    def _summed_score(self, y: Tensor, support: Any) -> Tensor:
+        draws = self._draws
+        ends = torch.full_like(y, min(support.high, MOST_COUNTS), dtype=torch.float64)
+        if support.high == math.inf:
+            rest = max(1e-9, 16 * torch.finfo(draws.dtype).eps)  # to which weights of a mixture add up to one
+            ends = self.quantile(1 - rest).maximum(y).to(torch.float64)
+        if not float(ends.max()) < MOST_COUNTS:
+            raise ValueError(f"crps: counts up to {float(ends.max()):g} would have to be added up; use log_prob")
+        total, below = torch.zeros_like(ends), torch.zeros_like(ends)
+        last = int(ends.max())
+        for first in range(int(support.low), last + 1, COUNTS):
+            # data whose counts are added up are left out from here on
+            rows = (ends.reshape(len(y), -1).amax(1) >= first).nonzero()[:, 0]
+            some = replace(self, outputs=draws[:, rows].to(torch.float64))
+            for k in range(first, min(first + COUNTS, last + 1)):
+                at = torch.full_like(ends[rows], k)
+                # much cheaper than distribution functions
+                masses = self.likelihood.log_prob_at_nodes(some._draws, at).exp()
+                below[rows] += some._average(masses, unit=1.0)
+                total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
+        return total
+
+    def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
+        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support, in
+        pieces that are short where the distribution function rises, as at components that are narrow and far apart."""
+        draws = self._draws
+        nodes, weights = (x.to(draws).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
+        even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(draws)
+        middle, width = self.quantile(0.5), self.quantile(0.75) - self.quantile(0.25)
+        width = width.clamp_min(torch.finfo(width.dtype).tiny)
+        many = replace(self, outputs=draws[:, None])  # of values [nodes, N, *]
+        start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
+
+        def below(u: Tensor) -> Tensor:
+            at_once = max(1, AT_ONCE // max(1, draws.numel()))
+            return torch.cat([many._below(x) for x in (middle + width * u.sinh()).split(at_once)])
+
+        for end, sign in ((support.low, -1.0), (support.high, 1.0)):
+            stop = torch.asinh((end - middle) / width) if math.isfinite(end) else torch.full_like(start, sign * STRETCH)
+            edges = start + even.reshape(-1, *[1] * y.ndim) * (stop - start)
+            for _ in range(ROUNDS):
+                edges = _shifted(edges, below(edges).detach())
+            steps = edges.diff(dim=0)[:, None]
+            u = (edges[:-1, None] + nodes * steps).flatten(0, 1)
+            missed = below(u) if sign < 0 else 1 - below(u)
+            terms = (weights * steps).flatten(0, 1) * missed.square() * u.cosh()
+            total = total + terms.sum(0) * sign * width
+        return total
+
+
+def _shifted(edges: Tensor, reached: Tensor) -> Tensor:
+    """Edges ``[pieces + 1, *]`` of as many pieces with equal shares of the way and of the rise of what is reached there."""
+    tiny = torch.finfo(edges.dtype).tiny
+    way, rise = (x.diff(dim=0).abs() for x in (edges, reached))
+    share = way / way.sum(0).clamp_min(tiny) + rise / rise.sum(0).clamp_min(tiny)
+    known = torch.nn.functional.pad(share.cumsum(0).flatten(1).mT, (1, 0)).contiguous()
+    wanted = known[:, -1:] * torch.linspace(0, 1, len(edges), device="cpu").to(known)
+    at = torch.searchsorted(known, wanted).clamp(1, len(edges) - 1)
+    (a, b), (low, high) = ((x.gather(1, at - 1), x.gather(1, at)) for x in (known, edges.flatten(1).mT))
+    return (low + (high - low) * ((wanted - a) / (b - a).clamp_min(tiny))).mT.reshape(edges.shape)

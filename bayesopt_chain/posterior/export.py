@@ -67,10 +67,10 @@ class LinearizedHead(nn.Module):
         spread = of_affine(self.head, params, flat, bases, None) if bases else self._between_rows(flat, covariance)
         outputs = Outputs(mean.flatten(0, -2).to(self.dtype), spread.to(self.dtype))
         # a graph has as many nodes whatever it is given, so that they are enough for deviations of sixty widths
-        mixture: Any = (
+        predictive = (
             self.likelihood.mixed(outputs, points=IN_GRAPH) if is_hidden(mean) else Predictive(self.likelihood, outputs)
         )
-        return tuple(x.reshape(*mean.shape[:-1], *x.shape[1:]) for x in (mixture.mean, mixture.variance))  # pyright: ignore
+        return tuple(x.reshape(*mean.shape[:-1], *x.shape[1:]) for x in (predictive.mean, predictive.variance))  # pyright: ignore
 
     def _between_rows(self, phi: Tensor, covariance: Tensor) -> Tensor:
         phi = phi if self.head.bias is None else torch.cat([phi, torch.ones_like(phi[:, :1])], 1)
@@ -115,7 +115,7 @@ class Members(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """Mean and variance of the targets, noise included, ``[N, *positions]`` (of classes ``[N, *positions, C]``)."""
         outputs = torch.stack([logits_of(member(*inputs, **keywords)) for member in self.members])
-        mixture = self.likelihood.mixed(outputs, self.log_weights)  # pyright: ignore[reportArgumentType]
+        mixture = self.likelihood.mixture(outputs, self.log_weights)  # pyright: ignore[reportArgumentType]
         return mixture.mean, mixture.variance
 
 
