@@ -256,7 +256,7 @@ class KroneckerSum(TappedSum):
             return None
         if self.is_wide(use.kind):
             return lambda: root.diagonal().flatten(0, -2).sum(0)
-        return root.gram if root.has_gram else None
+        return root.gram if root.separates_positions else None
 
     def accepts(self, plan: TapPlan) -> None:
         super().accepts(plan)

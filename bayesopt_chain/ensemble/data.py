@@ -24,7 +24,7 @@ from torch.utils.data import (
 from bayesopt_chain import batches, checks
 from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
-from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
+from bayesopt_chain.likelihoods._numbers import LearnedGaussian, StudentT
 from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together

@@ -42,7 +42,7 @@ from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import moments
 from bayesopt_chain.ensemble.training import FLOOR, Problem
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.likelihoods._gaussian import LearnedGaussian
+from bayesopt_chain.likelihoods._numbers import LearnedGaussian
 
 PSEUDO = 2.0  # data that say that the noise of all outputs is alike
 LEAST = 1e-6  # noise, in units of the targets' variance

@@ -42,7 +42,7 @@ class Bernoulli(Likelihood):
         return -softplus(wrong, threshold=40)  # up to where 1 + e^f is e^f
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        self._require_once(outputs, targets)
+        self.require(outputs, targets)
         sign = 1 - 2 * targets.to(outputs.dtype)  # yes or no, maybe as booleans
         return sign * (sign * outputs).sigmoid()
 
@@ -79,7 +79,7 @@ class OneOfSeveral(Likelihood):
 class Categorical(OneOfSeveral):
     """See :func:`categorical`."""
 
-    weight: Any
+    weight: Tensor | None
     ignore_index: int
     axis: int = -1
     name = "categorical"
@@ -157,10 +157,9 @@ class Categorical(OneOfSeveral):
     def weights(self, targets: Any) -> Tensor | None:
         """That of a target's class; 0 where it is ignored."""
         kept = targets.to(torch.int64) != self.ignore_index
-        if self.weight is None:
-            return None if is_readable(kept) and bool(kept.all()) else kept
-        table = torch.as_tensor(self.weight, device=targets.device)
-        return table[self.labels(targets)] * kept
+        if self.weight is not None:
+            return self.weight.to(targets.device)[self.labels(targets)] * kept
+        return None if is_readable(kept) and bool(kept.all()) else kept
 
     def labels(self, targets: Any) -> Any:
         if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
@@ -263,12 +262,10 @@ def categorical(
         >>> likelihoods.categorical().nll(torch.zeros(1, 3, 4), tokens).exp()
         tensor([16.])
     """
-    if weight is not None and not bool((torch.as_tensor(weight, device="cpu") >= 0).all()):
+    of_class = None if weight is None else torch.as_tensor(weight, device=getattr(weight, "device", "cpu")) * 1.0
+    if of_class is not None and not bool((of_class >= 0).all()):
         raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
-    if weight is not None:
-        weight = weight if isinstance(weight, Tensor) else torch.tensor(weight, device="cpu")
-        weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
-    return Categorical(weight, ignore_index, axis)
+    return Categorical(of_class, ignore_index, axis)
 
 
 @checks.takes(thresholds=checks.VECTOR)

@@ -38,7 +38,6 @@ from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.tracing import is_hidden, is_readable, unwrapped
 
 Loss = Callable[[Tensor, Any], Tensor]
-Sampler = Callable[[Tensor, "torch.Generator | None"], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +83,6 @@ class FromLoss(Custom):
     """See :func:`custom`; a datum is one target, and all its outputs are that target's."""
 
     loss: Loss
-    sampler: Sampler | None
-    inverse_link: Callable[[Tensor], Tensor] | None
 
     def grouping(self, event: torch.Size) -> Grouping:
         return Grouping((), event.numel())
@@ -94,18 +91,24 @@ class FromLoss(Custom):
         """Targets are whatever the loss takes; a loss that mixes data is refused, on every device."""
         if outputs.ndim == 0 or outputs.shape[0] == 0:
             raise ValueError(f"the custom likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
-        _require_separate(self.loss(outputs, targets), self.loss, outputs, targets)
+        losses = self.loss(outputs, targets)
+        if losses.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
+                "without averaging over the batch"
+            )
+        values, labels = unwrapped(outputs), unwrapped(targets)
+        if (values.shape, labels.shape) != (outputs.shape, targets.shape):
+            return  # inside vmap, where one datum cannot be told from another
+        alone, together = self.loss(values[-1:], labels[-1:])[0], self.loss(values, labels)[-1]
+        if bool((alone - together).abs() > torch.finfo(values.dtype).eps ** 0.5 * (1 + together.abs())):
+            raise ValueError(
+                "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
+                "write a loss of one datum's outputs and target"
+            )
 
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
         return -self.loss(outputs, targets)
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Any:
-        if self.sampler is None:
-            raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
-        return self.sampler(outputs, generator)
 
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """One batch of outputs at a time, which is what the loss takes."""
@@ -152,10 +155,8 @@ class FromDistribution(Custom):
         """Draws; torch's distributions know no generators, so that one is borrowed for the seed of the global one."""
         if generator is None:
             return self.at(outputs).sample()
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        devices = [outputs.device] if outputs.is_cuda else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[outputs.device] if outputs.is_cuda else []):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             return self.at(outputs).sample()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
@@ -188,8 +189,6 @@ def custom(
     *,
     distribution: Callable[[Tensor], Distribution] | None = None,
     output_hessian: Loss | None = None,
-    draw: Sampler | None = None,
-    mean: Callable[[Tensor], Tensor] | None = None,
 ) -> Likelihood:
     """Make a likelihood from a distribution or from a loss.
 
@@ -205,16 +204,14 @@ def custom(
             positive semidefinite expected Hessian in one datum's outputs. Default: the Hessian itself, by
             differentiation at the observed targets, which gives the generalised Gauss-Newton matrix of that loss. That of a
             mean and a log scale is positive semidefinite at no target, and has to be passed.
-        draw: ``draw(outputs, generator) -> targets``, of a loss; needed for a Monte Carlo Fisher and samples only.
-        mean: ``mean(outputs)``, of a loss: ``E[y | f]``, with leading axes; needed for the predictions' mean only.
 
     Returns:
         A :class:`Likelihood`. It can be pickled if its functions can.
 
     Raises:
         ValueError: both or neither of ``nll`` and ``distribution``; when a Hessian is asked for that is not positive
-            semidefinite or has another shape; a loss that is averaged over the batch or mixes data; a draw without
-            ``draw=``.
+            semidefinite or has another shape; a loss that is averaged over the batch or mixes data; draws or moments of
+            a loss.
 
     Example:
         >>> import torch
@@ -231,16 +228,11 @@ def custom(
         >>> cauchy.factors(torch.zeros(3, 1), torch.ones(3, 1)).shape
         torch.Size([1, 3, 1])
     """
-    if (nll is None) == (distribution is None):
-        raise ValueError("likelihoods.custom: pass one of nll (a loss) and distribution")
-    if distribution is not None:
-        if draw is not None or mean is not None:
-            raise ValueError(
-                "likelihoods.custom: a distribution has draws and a mean of its own: leave out draw= and mean="
-            )
+    if nll is not None and distribution is None:
+        return FromLoss(output_hessian, nll)
+    if distribution is not None and nll is None:
         return FromDistribution(output_hessian, distribution)
-    assert nll is not None
-    return FromLoss(output_hessian, nll, draw, mean)
+    raise ValueError("likelihoods.custom: pass one of nll (a loss) and distribution")
 
 
 def semidefinite_root(hessian: Tensor, name: str) -> Tensor:
@@ -272,26 +264,6 @@ def _unvalidated() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def _require_separate(
-    losses: Tensor, nll: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor
-) -> None:
-    """Raise unless a custom loss gives one loss a datum, and the last datum's alone is what it is in the batch."""
-    if losses.shape != outputs.shape[:1]:
-        raise ValueError(
-            f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
-            "without averaging over the batch"
-        )
-    values, labels = unwrapped(outputs), unwrapped(targets)
-    if (values.shape, labels.shape) != (outputs.shape, targets.shape):
-        return  # inside vmap, where one datum cannot be told from another
-    alone, together = nll(values[-1:], labels[-1:])[0], nll(values, labels)[-1]
-    if bool((alone - together).abs() > torch.finfo(values.dtype).eps ** 0.5 * (1 + together.abs())):
-        raise ValueError(
-            "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
-            "write a loss of one datum's outputs and target"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Weighted(Likelihood):
     """See :func:`weighted`."""
@@ -300,13 +272,13 @@ class Weighted(Likelihood):
     (  # what does not look at weights is the inner likelihood's own
         noise_variance, has_width,  # pyright: ignore[reportIncompatibleMethodOverride]
         support, methods, has_classes, default_method, log_prob, information, exact_root, mean, variance, draw, cdf, grouping,
-        moments, nodes, mixed, log_prob_at_nodes, support_at, expected_mean,
+        mixed, log_prob_at_nodes, support_at, expected_mean,
     ) = (
         cast(Any, property(attrgetter(f"inner.{name}")))
         for name in (
             "noise_variance", "has_width",
             "support", "methods", "has_classes", "default_method", "log_prob", "information", "exact_root", "mean", "variance",
-            "draw", "cdf", "grouping", "moments", "nodes", "mixed", "log_prob_at_nodes", "support_at", "expected_mean",
+            "draw", "cdf", "grouping", "mixed", "log_prob_at_nodes", "support_at", "expected_mean",
         )
     )  # fmt: skip
 

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,17 +117,13 @@ class OutputRoot(ABC):
         """
         return self.part(0, self.columns).square().sum(0)
 
-    has_gram = False
-    """Whether :meth:`gram` is known in closed form."""
-
     def gram(self) -> Tensor:
-        """The sum of ``S S^T`` over data and positions, of all outputs of a position, without a column.
+        """The sum of ``S S^T`` over data and positions, of all outputs of a position.
+
+        It is in closed form where :attr:`separates_positions`.
 
         Returns:
             ``[C, C]`` for outputs ``[b, *, C]``.
-
-        Raises:
-            NotImplementedError: where only the columns say it, see :attr:`has_gram`.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -136,7 +131,8 @@ class OutputRoot(ABC):
             tensor([[ 0.7500, -0.7500],
                     [-0.7500,  0.7500]])
         """
-        raise NotImplementedError(f"the columns of {type(self).__name__} alone say it")
+        rows = self.part(0, self.columns).flatten(0, -2)
+        return rows.mT @ rows
 
     def scaled(self, scale: Tensor) -> OutputRoot:
         """The root of a weighted Hessian: its columns multiplied.
@@ -162,7 +158,6 @@ class Elementwise(OutputRoot):
 
     scale: Tensor
     separates_positions = True
-    has_gram = True
 
     @property
     def columns(self) -> int:
@@ -186,58 +181,47 @@ class Elementwise(OutputRoot):
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
-    """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale`` where there is one.
+    """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale``.
 
-    ``p``, ``[b, *, C]``, are the class probabilities, and ``scale`` is like them; the outputs have their classes on ``axis``,
-    counted from the end.
+    ``p``, ``[b, *, C]``, are the probabilities of at least two classes, and ``scale`` is like them, or a number; the outputs
+    have their classes on ``axis``, counted from the end.
     """
 
     p: Tensor
     axis: int = -1
-    scale: Tensor | None = None
+    scale: Tensor | float = 1.0
 
     @property
     def separates_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.axis == -1
 
-    has_gram = separates_positions
-
-    @property
-    def labels(self) -> int:
-        """The columns of a position, C - 1; a single class has one, which is zero."""
-        return max(1, self.p.shape[-1] - 1)
-
     @property
     def columns(self) -> int:
-        return self.p.shape[1:-1].numel() * self.labels
+        return self.p.shape[1:-1].numel() * (self.p.shape[-1] - 1)
 
     def part(self, start: int, stop: int) -> Tensor:
         return self.combine(_units(self.p, start, stop, self.columns))
 
     def combine(self, weights: Tensor) -> Tensor:
-        classes = self.p.shape[-1]
-        left = pad(self.p.flip(-1).cumsum(-1).flip(-1), (0, 1))  # from class k on
-        q, with_k = left[..., 1 : self.labels + 1], left[..., : self.labels]
-        d = (self.p[..., : self.labels] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 without probability left
+        left = self.p.flip(-1).cumsum(-1).flip(-1)  # from class k on
+        q, with_k = left[..., 1:], left[..., :-1]
+        d = (self.p[..., :-1] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 where no probability is left
         own = weights.reshape(*weights.shape[:-2], *d.shape) * d
-        before = pad((own / torch.where(q > 0, q, 1)).cumsum(-1), (1, 0))[..., :classes]
-        return self._as_outputs(pad(own, (0, max(0, classes - self.labels))) - self.p * before)
+        before = (own / torch.where(q > 0, q, 1)).cumsum(-1)
+        return self._as_outputs(pad(own, (0, 1)) - self.p * pad(before, (1, 0)))
 
     def diagonal(self) -> Tensor:
-        return self._as_outputs(self._times(self.p * (1 - self.p)))
+        return self._as_outputs(self.p * (1 - self.p) * self.scale)
 
     def gram(self) -> Tensor:
-        rows = self._times(self.p).flatten(0, -2)
-        return torch.diag(self._times(rows.reshape(self.p.shape)).flatten(0, -2).sum(0)) - rows.mT @ rows
+        rows = (self.p * self.scale).flatten(0, -2)
+        return torch.diag((self.p * self.scale * self.scale).flatten(0, -2).sum(0)) - rows.mT @ rows
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        return Softmax(self.p, self.axis, self._times(scale.movedim(self.axis, -1)))
-
-    def _times(self, values: Tensor) -> Tensor:
-        return values if self.scale is None else values * self.scale
+        return Softmax(self.p, self.axis, self.scale * scale.movedim(self.axis, -1))
 
     def _as_outputs(self, columns: Tensor) -> Tensor:
-        return self._times(columns).movedim(-1, self.axis)
+        return (columns * self.scale).movedim(-1, self.axis)
 
 
 @dataclass(frozen=True)
@@ -274,10 +258,6 @@ REAL = Support(float("-inf"), float("inf"), False)
 COUNTS = Support(0.0, float("inf"), True)
 
 
-def _nothing() -> None:
-    """A reference to nothing."""
-
-
 def _unmixed(log_prob: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``log_prob`` of a likelihood that refuses what broadcasting has made more targets of than there are outputs."""
 
@@ -292,10 +272,6 @@ def _unmixed(log_prob: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found
 
     return checked
-
-
-# The likelihood and the targets that were checked last, with the shape of the outputs and the version of the targets.
-_checked: tuple[Callable[[], Any], Callable[[], Any], Any] = (_nothing, _nothing, None)
 
 
 class Likelihood(ABC):
@@ -650,7 +626,7 @@ class Likelihood(ABC):
         """
         if not self.has_noise_scale:
             raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
-        self._require_once(outputs, targets)
+        self.require(outputs, targets)
         found = (self.labels(targets) - outputs) * as_tensor(self.noise_variance, outputs.dtype, outputs.device).rsqrt()
         weights = self.weights(targets)
         return found if weights is None else found * weights.to(outputs.dtype).sqrt()
@@ -695,20 +671,6 @@ class Likelihood(ABC):
         if is_readable(labels) or (wait and not is_hidden(labels)):
             self.require_values(outputs, labels)
 
-    def _require_once(self, outputs: Tensor, targets: Any) -> None:
-        """:meth:`require`, unless it has just been asked of these very targets.
-
-        Filters and estimators ask for the loss, its slope and its root of one batch after the other, and each of them checks.
-        """
-        global _checked
-        if not isinstance(targets, Tensor) or not is_readable(targets) or targets.is_inference():
-            return self.require(outputs, targets)
-        what = (outputs.shape, targets._version)
-        mine, same, last = _checked
-        if mine() is not self or same() is not targets or last != what:
-            self.require(outputs, targets)
-            _checked = weakref.ref(self), weakref.ref(targets), what
-
     @checks.takes()
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
         """The weighted loss of every target; :meth:`nll` is its sum over a datum.
@@ -729,7 +691,7 @@ class Likelihood(ABC):
             >>> likelihoods.categorical().losses(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]))
             tensor([[0.6931, 0.0000]])
         """
-        self._require_once(outputs, targets)
+        self.require(outputs, targets)
         weights = self.weights(targets)
         losses = -self.log_prob(outputs, self.labels(targets))
         return losses if weights is None else torch.where(weights != 0, losses * weights.to(losses.dtype), 0)
@@ -778,7 +740,7 @@ class Likelihood(ABC):
         """
         if targets is None:
             return self.exact_root(outputs, None)
-        self._require_once(outputs, targets)
+        self.require(outputs, targets)
         root = self.exact_root(outputs, self.labels(targets))
         scale = self._root_weights(outputs, targets)
         return root if scale is None else root.scaled(scale)
@@ -871,11 +833,11 @@ class Likelihood(ABC):
             tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
         """
         scale = self._root_weights(outputs, targets)
-        draws = []
-        for _ in range(samples):
-            labels = self.draw(outputs, generator)
-            draws.append(slope(lambda f, y=labels: -self.log_prob(f, y).sum(), outputs))
-        factors = torch.stack(draws) / samples**0.5
+
+        def loss(f: Tensor) -> Tensor:
+            return -self.log_prob(f, self.draw(outputs, generator)).sum()
+
+        factors = torch.stack([slope(loss, outputs) for _ in range(samples)]) / samples**0.5
         return factors if scale is None else factors * scale
 
     @checks.takes()
@@ -915,7 +877,13 @@ class Likelihood(ABC):
             )
         return Predictive(self, Outputs(mean, covariance))
 
-    @checks.takes()
+    @checks.takes(
+        outputs=checks.Kind(
+            lambda x: checks.REALS.fits(x) and x.ndim > 1 and len(x) > 0,
+            "a tensor [draws, N, *event] of at least one draw",
+            (Tensor,),
+        )
+    )
     def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
         """The distribution of new targets as a mixture over outputs, such as those of the draws of a run.
 
@@ -937,10 +905,6 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(0.5).mixture(outputs).variance
             tensor([[1.5000]])
         """
-        if outputs.ndim < 2 or not len(outputs):
-            raise ValueError(
-                f"mixture: outputs must be [draws, N, *event] of at least one draw, got {tuple(outputs.shape)}"
-            )
         self.grouping(outputs.shape[2:])
         if log_weights is None:
             log_weights = outputs.new_zeros(len(outputs), dtype=wide(outputs.dtype))
@@ -983,43 +947,27 @@ class Likelihood(ABC):
         return self.mixture(torch.stack([*alike(draws)]))
 
     def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
-        """The nodes that a :class:`Predictive` of Gaussian outputs asks; a likelihood with closed forms has its own.
+        """The nodes that a :class:`Predictive` of Gaussian outputs asks; a likelihood with closed forms adds what it knows.
 
         Args:
             outputs: Gaussian outputs of data apart.
-            points: of a rule over one output. Default 129.
+            points: of the rule over one output, odd. Default 129.
 
         Returns:
-            The mixture over :meth:`nodes`, with what :meth:`moments` knows.
+            A mixture: of one output a target over a quadrature, of several over a rule of their own.
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> outputs = likelihoods.Outputs(torch.zeros(1, 1), torch.ones(1, 1))
-            >>> likelihoods.poisson().mixed(outputs).outputs.shape
-            torch.Size([129, 1, 1])
+            >>> nodes = likelihoods.bernoulli().mixed(likelihoods.Outputs(torch.ones(1, 1), torch.full((1, 1), 0.25)))
+            >>> nodes.outputs.shape, torch.tensordot(nodes.log_weights.exp(), nodes.outputs, 1)
+            (torch.Size([129, 1, 1]), tensor([[1.]]))
         """
-        nodes, log_weights = self.nodes(*outputs, points)
-        within, of_means = self.moments(outputs.mean, outputs.variance.reshape(outputs.mean.shape))
+        event = outputs.mean.shape[1:]
+        grouping = self.grouping(event)
+        nodes, log_weights = normal_nodes(grouping.split(outputs.mean), grouping.blocks(outputs.covariance), points)
         of_rule = points if len(log_weights) == points else 0
-        return Predictive(self, nodes, log_weights, None, within, of_means, of_rule)
-
-    def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """What is known of a target at Gaussian outputs in closed form.
-
-        Args:
-            mean, variance: of the outputs, ``[N, *event]``.
-
-        Returns:
-            ``E Var[y | f]``, and mean and variance of ``E[y | f]``; ``None``, the default, where nodes have to say it.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> likelihoods.poisson().moments(torch.zeros(1, 1), torch.zeros(1, 1))
-            (tensor([[1.]]), (tensor([[1.]]), tensor([[0.]])))
-        """
-        return None, None
+        return Predictive(self, grouping.join(nodes, event), log_weights, points=of_rule)
 
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """:meth:`log_prob` of a mixture's nodes, ``[S, N, *event]``: at once, where the likelihood takes leading axes.
@@ -1068,28 +1016,6 @@ class Likelihood(ABC):
     def has_width(self) -> bool:
         """Whether :meth:`widened` works: it has a noise, or logits."""
         return self.has_classes or type(self).widened is not Likelihood.widened
-
-    def nodes(self, mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:
-        """Points that stand for Gaussian outputs: of one output a target a quadrature, of several a rule of their own.
-
-        Args:
-            mean: of the outputs, ``[N, *event]``.
-            covariance: of one datum's E outputs, ``[N, E, E]``, or variances of independent ones, ``[N, E]``.
-            points: of the rule over one output, odd. Default 129.
-
-        Returns:
-            Outputs ``[S, N, *event]`` and log weights ``[S]``.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> nodes, log_weights = likelihoods.poisson().nodes(torch.ones(1, 1), torch.full((1, 1, 1), 0.25))
-            >>> (log_weights.exp() @ nodes[:, 0, 0]).item(), (log_weights.exp() @ (nodes[:, 0, 0] - 1) ** 2).item()
-            (1.0, 0.25)
-        """
-        grouping = self.grouping(mean.shape[1:])
-        nodes, log_weights = normal_nodes(grouping.split(mean), grouping.blocks(covariance), points)
-        return grouping.join(nodes, mean.shape[1:]), log_weights
 
     @checks.takes()
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:

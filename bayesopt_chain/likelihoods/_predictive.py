@@ -86,6 +86,7 @@ class Outputs(NamedTuple):
         entries = self.covariance.shape[0] // max(1, data)
         return self.covariance.reshape(data, entries, data, entries).diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
+    @checks.takes()
     def draw(self, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the outputs, together for all data where the covariance is joint; it may be singular.
 
@@ -106,8 +107,6 @@ class Outputs(NamedTuple):
             >>> torch.allclose(same[:, 0], same[:, 1])
             True
         """
-        if samples < 1:
-            raise ValueError(f"samples={samples}: pass at least 1")
         shape = (samples, *(self.covariance.shape[:1] if self.is_joint else self.covariance.shape[:2]))
         noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
         if self.covariance.ndim == 2 and not self.is_joint:
@@ -235,25 +234,25 @@ class Predictive:
             raise ValueError(
                 "covariance: the draws of these outputs were added up and not kept: predict fewer data at once"
             )
-        noise = self._noise.flatten(1) if self._noise.ndim > 1 else self._noise[:, None]
-        if isinstance(self.outputs, Outputs):
-            if self.likelihood.noise_variance is None:
-                raise ValueError(
-                    f"covariance: of a {self.likelihood.name} likelihood at Gaussian outputs only the variance is known: draw "
-                    "outputs (predictive.outputs.draw(samples)) and pass them to likelihood.mixture"
-                )
-            if joint and not self.outputs.is_joint:
-                raise ValueError("covariance: these outputs are of each datum alone: predict with joint=True")
-            between = self.outputs.covariance if joint else self.outputs.blocks
-            between = between if joint or between.ndim == 3 else torch.diag_embed(between)
-        else:
-            means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), len(noise), -1)
+        noise = self._noise.reshape(1 if joint else len(self._first), -1)
+        if not isinstance(self.outputs, Outputs):
+            means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), *noise.shape)
             weights = self._log_weights.exp().to(means)
             means = means - torch.tensordot(weights, means, dims=1)
-            means = means.reshape(len(means), 1, -1) if joint else means
             between = torch.einsum("s,sni,snj->nij", weights, means, means)
-            between = between[0] if joint else between
-        return between + torch.diag_embed(noise.reshape(-1) if joint else noise)
+        elif self.likelihood.noise_variance is None:
+            raise ValueError(
+                f"covariance: of a {self.likelihood.name} likelihood at Gaussian outputs only the variance is known: draw "
+                "outputs (predictive.outputs.draw(samples)) and pass them to likelihood.mixture"
+            )
+        elif joint and not self.outputs.is_joint:
+            raise ValueError("covariance: these outputs are of each datum alone: predict with joint=True")
+        else:
+            between = self.outputs.covariance[None] if joint else self.outputs.blocks
+        if between.ndim == 2:  # variances of independent outputs
+            between = torch.diag_embed(between)
+        found = between + torch.diag_embed(noise)
+        return found[0] if joint else found
 
     @property
     def probabilities(self) -> Tensor:
@@ -328,6 +327,7 @@ class Predictive:
         """
         return self._weighted(self._score, targets)
 
+    @checks.takes(values=checks.VALUES)
     def cdf(self, values: Tensor) -> Tensor:
         """The distribution function of a new target, ``P(y <= value)``.
 
@@ -346,7 +346,6 @@ class Predictive:
             >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).cdf(torch.zeros(1, 1))
             tensor([[0.5000]])
         """
-        checks.require("cdf", values=(values, checks.VALUES))
         shape = (len(self._first), *self.likelihood.grouping(self._first.shape[1:]).positions)
         if values.dtype == torch.bool or not checks.is_spread(values.shape, shape):
             raise ValueError(
@@ -378,8 +377,8 @@ class Predictive:
         draws, support = self._draws, self._ordered("quantile")
         if draws.dtype != torch.float64 and not TAIL < level < 1 - TAIL:
             # in single precision weights add up to one within 1e-7, which is a tail
-            exact = replace(self, outputs=draws.double(), log_weights=self._log_weights.double().log_softmax(0))
-            return exact.quantile(level)
+            log_weights = self._log_weights.double().log_softmax(0)
+            return replace(self, outputs=draws.double(), log_weights=log_weights).quantile(level)
         low, high, value = self._line(support)
         for _ in range(BISECTIONS):
             if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
@@ -598,8 +597,8 @@ class Predictive:
         draws = self._draws
         nodes, weights = (x.to(draws).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
         even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(draws)
-        middle, width = self.quantile(0.5), self.quantile(0.75) - self.quantile(0.25)
-        width = width.clamp_min(torch.finfo(width.dtype).tiny)
+        middle = self.quantile(0.5)
+        width = (self.quantile(0.75) - self.quantile(0.25)).clamp_min(torch.finfo(middle.dtype).tiny)
         many = replace(self, outputs=draws[:, None])  # of values [nodes, N, *]
         start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
 

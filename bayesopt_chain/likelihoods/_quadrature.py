@@ -128,15 +128,11 @@ def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
 @constant
 def sobol_normals(dimensions: int, pairs: int = PAIRS) -> Tensor:
     """The first half of ``2 pairs`` antithetic points of a standard normal, ``[pairs, dimensions]``; always the same."""
-    uniform = SobolEngine(min(dimensions, SobolEngine.MAXDIM), scramble=True, seed=1).draw(pairs, dtype=torch.float64)
-    normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
-    rest = dimensions - normal.shape[1]
-    if rest > 0:  # torch has no Sobol sequence of so many dimensions
+    if dimensions > SobolEngine.MAXDIM:  # torch has no Sobol sequence of so many dimensions
         generator = torch.Generator().manual_seed(1)
-        normal = torch.cat(
-            [normal, torch.randn(pairs, rest, dtype=torch.float64, generator=generator, device="cpu")], 1
-        )
-    return normal
+        return torch.randn(pairs, dimensions, dtype=torch.float64, generator=generator, device="cpu")
+    uniform = SobolEngine(dimensions, scramble=True, seed=1).draw(pairs, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
 
 
 def square_root(covariance: Tensor) -> Tensor:
@@ -247,10 +243,10 @@ def _away_from_zero(x: Tensor) -> Tensor:
     return torch.where(x.abs() < TINY, TINY, x)
 
 
-def standard_gamma(shape: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Gamma variables of these shapes, elementwise, and scale 1; torch draws none in half precision."""
+def gamma_like(tensor: Tensor, shape: float, generator: torch.Generator | None) -> Tensor:
+    """Gamma variables of this shape parameter and scale 1, like a tensor; torch draws none in half precision."""
     draw: Any = torch._standard_gamma  # pyright: ignore[reportPrivateImportUsage]
-    return draw(shape.to(wide(shape.dtype)), generator=generator).to(shape.dtype)
+    return draw(torch.full_like(tensor, shape, dtype=wide(tensor.dtype)), generator=generator).to(tensor.dtype)
 
 
 NUMBERS_AT_ONCE = 2**24  # of logits at nodes; data beyond that come in parts
@@ -286,10 +282,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
         of_difference = variance[..., some, None] + variance[..., None, :]  # [*, k, j]
         if covariance.ndim > mean.ndim:
             of_difference = of_difference - 2 * covariance[..., some, :]
-        else:
-            j = torch.arange(mean.shape[-1], device=mean.device)
-            of_difference = of_difference * (j != j[some, None])
-        difference = mean[..., None, :] - mean[..., some, None]  # m_j - m_k
+        difference = mean[..., None, :] - mean[..., some, None]  # m_j - m_k, of which 0 stays 0
         logits.append(-torch.logsumexp(difference / (1 + math.pi / 8 * of_difference.clamp_min(0)).sqrt(), dim=-1))
     return torch.cat(logits, -1).softmax(-1)
 
@@ -337,12 +330,10 @@ def _variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
     Raises:
         ValueError: shapes that do not fit, or a negative variance.
     """
-    if not mean.ndim or not mean.numel():
-        raise ValueError(f"mean must be [*, C], got shape {tuple(mean.shape)}")
-    if covariance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
+    if not mean.numel() or covariance.shape not in (mean.shape, (*mean.shape, *mean.shape[-1:])) or not mean.ndim:
         raise ValueError(
-            f"covariance has shape {tuple(covariance.shape)}, not {(*mean.shape, mean.shape[-1])}: "
-            "pass [*, C, C] for a mean [*, C]"
+            f"covariance has shape {tuple(covariance.shape)} for a mean of shape {tuple(mean.shape)}: pass a mean [*, C], and "
+            "[*, C, C], or variances [*, C]"
         )
     variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
     if not is_hidden(variance) and bool((variance < 0).any()):

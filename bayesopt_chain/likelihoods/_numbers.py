@@ -1,4 +1,4 @@
-"""Targets on the real line: Gaussian noise, known or learned, and Student's t.
+r"""Targets that are numbers: on the real line, with Gaussian noise, known or learned, or Student's t; and counts.
 
 gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2                       sum_k s_k s_k^T = 1 / v
   learned     f = (m, r), v = e^r                                              sum_k s_k s_k^T = diag(1 / v, 1 / 2)
@@ -7,13 +7,25 @@ student_t     loss = (nu + 1)/2 log(1 + (y - f)^2 / (nu s^2)) + const          s
 At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With a learned one, given r it is Gaussian too,
 
     y | r ~ N(m + S_mr / S_rr (r - E r),  S_mm - S_mr^2 / S_rr + e^r),      r by the trapezoidal rule.
+
+Counts have log rates as outputs.
+
+poisson             loss = e^f - y f + log y!                                    sum_k s_k s_k^T = e^f
+negative_binomial   mean mu = e^f, variance mu + mu^2 / r                        sum_k s_k s_k^T = mu r / (mu + r)
+                    loss = (y + r) log(r + mu) - y f - r log r - log C(y + r - 1, y)
+
+At outputs ``f ~ N(m, S)`` moments are those of log-normal means ``mu = e^f``, exactly: ``E mu = exp(m + S / 2)``, ``E mu^2 =
+exp(2 m + 2 S)``, and ``Var y = E mu + E mu^2 / r + Var mu`` (of a Poisson without r). Nodes would have to reach to ``m + 2 S``.
+
+Log densities are differences of terms as large as ``y log y`` and ``r log r``, which is why they are computed in float64: in
+float32 a count of 10^6, and a dispersion of 10^6, would be wrong by half a nat.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,9 +33,9 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood
+from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import FEW, incomplete_beta, normal_nodes, standard_gamma
+from bayesopt_chain.likelihoods._quadrature import FEW, gamma_like, incomplete_beta, normal_nodes
 from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)
@@ -49,7 +61,7 @@ class Normal(Likelihood):
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         mean, log_variance = self.pair(outputs)
-        return mean + (log_variance / 2).exp() * normal_like(mean, generator)
+        return mean + (log_variance / 2).exp() * torch.randn_like(mean, generator=generator)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         mean, log_variance = self.pair(outputs)
@@ -129,24 +141,21 @@ class LearnedGaussian(Normal):
         _, log_variance = self.pair(outputs)
         return Elementwise(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
 
-    def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        (of_mean, log_noise), (spread, of_log) = self.pair(mean), self.pair(variance)
-        return (log_noise + of_log / 2).exp(), (of_mean, spread)
-
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         mean, log_variance = self.pair(outputs)
         return self, torch.cat([mean, log_variance + math.log(factor)], -1)
 
-    def nodes(self, mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:
-        grouping = self.grouping(mean.shape[1:])
-        m, s = grouping.split(mean), grouping.blocks(covariance)
+    def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        grouping = self.grouping(outputs.mean.shape[1:])
+        m, s = grouping.split(outputs.mean), grouping.blocks(outputs.covariance)
         s = torch.diag_embed(s) if s.ndim == m.ndim else s
         r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], points)
-        r = r[..., 0]
+        away = r[..., 0] - m[..., 1]
         gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
         left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
-        of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
-        return grouping.join(of_y, mean.shape[1:]), log_weights
+        within, of_means = (m[..., 1] + s[..., 1, 1] / 2).exp(), (m[..., 0], s[..., 0, 0])
+        known = Gaussian(left + r[..., 0].exp())
+        return Predictive(known, m[..., 0] + gain * away, log_weights, None, within, of_means, points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +186,8 @@ class StudentT(Likelihood):
         return (factor * self._scale(outputs).square()).expand_as(outputs)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        shape = torch.full_like(outputs, self.df / 2)
-        chi_square = 2 * standard_gamma(shape, generator)
-        return outputs + self._scale(outputs) * normal_like(outputs, generator) * (self.df / chi_square).sqrt()
+        precision = gamma_like(outputs, self.df / 2, generator) / (self.df / 2)
+        return outputs + self._scale(outputs) * torch.randn_like(outputs, generator=generator) / precision.sqrt()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
@@ -192,6 +200,80 @@ class StudentT(Likelihood):
 
     def _scale(self, outputs: Tensor) -> Tensor:
         return as_tensor(self.scale, outputs.dtype, outputs.device)
+
+
+class LogRates(Likelihood):
+    """Counts of mean ``e^f`` and variance ``e^f + excess e^2f``."""
+
+    support = COUNTS
+    excess = 0.0
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        mu = outputs.exp()
+        return mu + self.excess * mu * mu  # of squares a Poisson's excess of 0 would make 0 times infinity
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return 1 / ((-outputs).exp() + self.excess)
+
+    def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        variance = outputs.variance.reshape(outputs.mean.shape)
+        mu = (outputs.mean + variance / 2).exp()
+        within = mu + self.excess * mu * (mu * variance.exp())
+        return replace(super().mixed(outputs, points), within=within, of_means=(mu, mu.square() * variance.expm1()))
+
+
+@dataclass(frozen=True, eq=False)
+class Poisson(LogRates):
+    """See :func:`poisson`."""
+
+    name = "poisson"
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        f = outputs.double()
+        return (targets * f - f.exp() - torch.lgamma(targets.to(f) + 1)).to(outputs.dtype)
+
+    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        return outputs.exp() - targets.to(outputs.dtype)  # also of yes and no
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(outputs.exp(), generator=generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        rate, count = torch.broadcast_tensors(outputs.exp(), values.floor())
+        return torch.where(count < 0, 0.0, torch.special.gammaincc(count.clamp_min(0) + 1, rate))
+
+
+@dataclass(frozen=True, eq=False)
+class NegativeBinomial(LogRates):
+    """See :func:`negative_binomial`."""
+
+    dispersion: float
+    name = "negative_binomial"
+
+    @property
+    def excess(self) -> float:
+        return 1 / self.dispersion
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        f = outputs.double()
+        y, r = targets.to(f), torch.as_tensor(self.dispersion, dtype=f.dtype, device=f.device)
+        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+        total = torch.logaddexp(f, r.log())
+        return (ways + y * (f - total) + r * (r.log() - total)).to(outputs.dtype)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        rate = gamma_like(outputs, self.dispersion, generator) * outputs.exp() / self.dispersion
+        return torch.poisson(rate, generator=generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        mu, count = torch.broadcast_tensors(outputs.double().exp(), values.floor())
+        r = torch.full_like(mu, self.dispersion)
+        value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu), mu / (r + mu)).to(outputs.dtype)
+        return torch.where(count < 0, 0.0, value)
 
 
 @checks.takes(
@@ -257,6 +339,47 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     return StudentT(float(df), scale)
 
 
+def poisson() -> Likelihood:
+    """Independent counts from log rates.
+
+    Outputs ``[B, *event]`` are log rates; targets are counts and have the same shape.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, or that are no counts.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.poisson().nll(torch.zeros(1, 1), torch.zeros(1, 1))
+        tensor([1.])
+    """
+    return Poisson()
+
+
+@checks.takes(dispersion=checks.number("(0, 1e9]", hint="a larger one is likelihoods.poisson() to a billionth"))
+def negative_binomial(dispersion: float = 1.0) -> Likelihood:
+    """Counts that vary more than a Poisson's: mean ``e^f``, variance ``e^f + e^2f / dispersion``.
+
+    Outputs ``[B, *event]`` are logarithms of means; targets are counts and have the same shape.
+
+    Args:
+        dispersion: r, in (0, 1e9]; a large one is nearly Poisson. Default 1 (geometric).
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, or that are no counts.
+
+    Raises:
+        ValueError: a dispersion that is not positive, or above 1e9.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.negative_binomial(1.0).nll(torch.zeros(1, 1), torch.full((1, 1), 2.0)).exp()  # 2^3
+        tensor([8.])
+    """
+    return NegativeBinomial(float(dispersion))
+
+
 def _require_of_event(what: str, value: Any, event: torch.Size) -> None:
     """Refuse numbers that are no one for each output of a datum, as one for each datum would be."""
     if isinstance(value, Tensor) and not checks.is_spread(value.shape, event):
@@ -264,11 +387,6 @@ def _require_of_event(what: str, value: Any, event: torch.Size) -> None:
             f"{what} of shape {tuple(value.shape)} is not one number for each output of a datum, of shape {tuple(event)}: "
             "let the model return a log variance for each datum (gaussian(variance='learned'))"
         )
-
-
-def normal_like(tensor: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normals of a tensor's shape."""
-    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
 def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
