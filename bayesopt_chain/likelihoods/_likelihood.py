@@ -164,10 +164,10 @@ class Elementwise(OutputRoot):
         return self.scale.shape[1:].numel()
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self.combine(_units(self.scale, start, stop, self.columns))
+        return self.combine(_units(start, stop, self.columns, self.scale))
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self.scale * weights.reshape(*weights.shape[:-2], *self.scale.shape)
+        return self.scale * weights.reshape(*weights.shape[:-1], *self.scale.shape[1:])
 
     def diagonal(self) -> Tensor:
         return self.scale.square()
@@ -181,15 +181,15 @@ class Elementwise(OutputRoot):
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
-    """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale``.
+    """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale`` where there is one.
 
-    ``p``, ``[b, *, C]``, are the probabilities of at least two classes, and ``scale`` is like them, or a number; the outputs
-    have their classes on ``axis``, counted from the end.
+    ``p``, ``[b, *, C]``, are the probabilities of at least two classes, and ``scale`` is like them, the same for all classes of
+    a position; the outputs have their classes on ``axis``, counted from the end.
     """
 
     p: Tensor
     axis: int = -1
-    scale: Tensor | float = 1.0
+    scale: Tensor | None = None
 
     @property
     def separates_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -200,28 +200,30 @@ class Softmax(OutputRoot):
         return self.p.shape[1:-1].numel() * (self.p.shape[-1] - 1)
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self.combine(_units(self.p, start, stop, self.columns))
+        return self.combine(_units(start, stop, self.columns, self.p))
 
     def combine(self, weights: Tensor) -> Tensor:
         left = self.p.flip(-1).cumsum(-1).flip(-1)  # from class k on
         q, with_k = left[..., 1:], left[..., :-1]
         d = (self.p[..., :-1] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 where no probability is left
-        own = weights.reshape(*weights.shape[:-2], *d.shape) * d
-        before = (own / torch.where(q > 0, q, 1)).cumsum(-1)
-        return self._as_outputs(pad(own, (0, 1)) - self.p * pad(before, (1, 0)))
+        d = d if self.scale is None else d * self.scale[..., :-1]
+        weights = weights.reshape(*weights.shape[:-1], *d.shape[1:])
+        own = pad(weights, (0, 1)) * pad(d, (0, 1))
+        before = (pad(weights, (1, 0)) * pad(d / torch.where(q > 0, q, 1), (1, 0))).cumsum(-1)
+        return torch.addcmul(own, self.p, before, value=-1).movedim(-1, self.axis)
 
     def diagonal(self) -> Tensor:
-        return self._as_outputs(self.p * (1 - self.p) * self.scale)
+        return self._times(self._times(self.p * (1 - self.p))).movedim(-1, self.axis)
 
     def gram(self) -> Tensor:
-        rows = (self.p * self.scale).flatten(0, -2)
-        return torch.diag((self.p * self.scale * self.scale).flatten(0, -2).sum(0)) - rows.mT @ rows
+        rows = self._times(self.p)
+        return torch.diag(self._times(rows).flatten(0, -2).sum(0)) - rows.flatten(0, -2).mT @ rows.flatten(0, -2)
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        return Softmax(self.p, self.axis, self.scale * scale.movedim(self.axis, -1))
+        return Softmax(self.p, self.axis, self._times(scale.movedim(self.axis, -1)))
 
-    def _as_outputs(self, columns: Tensor) -> Tensor:
-        return (columns * self.scale).movedim(-1, self.axis)
+    def _times(self, values: Tensor) -> Tensor:
+        return values if self.scale is None else values * self.scale
 
 
 @dataclass(frozen=True)
@@ -239,11 +241,11 @@ class Explicit(OutputRoot):
         return self.held[start:stop]
 
 
-def _units(like: Tensor, start: int, stop: int, columns: int) -> Tensor:
-    """Weights ``[stop - start, b, K]`` of one column each."""
+def _units(start: int, stop: int, columns: int, like: Tensor) -> Tensor:
+    """Weights of one column each, the same for all data, ``[stop - start, 1, K]``."""
     units = torch.zeros(stop - start, columns, dtype=like.dtype, device=like.device)
     units.diagonal(start).fill_(1)
-    return units[:, None].expand(-1, len(like), -1)
+    return units[:, None]
 
 
 class Support(NamedTuple):

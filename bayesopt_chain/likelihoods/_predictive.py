@@ -202,6 +202,7 @@ class Predictive:
         return self._average(self.likelihood.mean(self._draws)) if self.of_means is None else self.of_means[0]
 
     @property
+    @at_nodes
     def variance(self) -> Tensor:
         """``Var y``, noise included, in squared units of the target, shaped like :attr:`mean`."""
         return self._noise + self._spread
