@@ -84,8 +84,7 @@ class Gaussian(Normal):
     name = "gaussian"
 
     def grouping(self, event: torch.Size) -> Grouping:
-        _require_of_event("gaussian: variance", self.variance_of_noise, event)
-        return super().grouping(event)
+        return _each_of("gaussian: variance", self.variance_of_noise, event)
 
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         return outputs, self._variance(outputs).log()
@@ -167,8 +166,7 @@ class StudentT(Likelihood):
     name = "student_t"
 
     def grouping(self, event: torch.Size) -> Grouping:
-        _require_of_event("student_t: scale", self.scale, event)
-        return super().grouping(event)
+        return _each_of("student_t: scale", self.scale, event)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         s, df = self._scale(outputs), self.df
@@ -380,13 +378,14 @@ def negative_binomial(dispersion: float = 1.0) -> Likelihood:
     return NegativeBinomial(float(dispersion))
 
 
-def _require_of_event(what: str, value: Any, event: torch.Size) -> None:
-    """Refuse numbers that are no one for each output of a datum, as one for each datum would be."""
+def _each_of(what: str, value: Any, event: torch.Size) -> Grouping:
+    """One output a target; numbers that are no one for each output of a datum, as one for each datum would be, are refused."""
     if isinstance(value, Tensor) and not checks.is_spread(value.shape, event):
         raise ValueError(
             f"{what} of shape {tuple(value.shape)} is not one number for each output of a datum, of shape {tuple(event)}: "
             "let the model return a log variance for each datum (gaussian(variance='learned'))"
         )
+    return Grouping(tuple(event), 1)
 
 
 def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:

@@ -274,11 +274,14 @@ class Predictive:
         return self._entropy(self.probabilities)
 
     @property
+    @at_nodes
     def aleatoric(self) -> Tensor:
         """What no data remove: of classes the mean entropy in nats, ``[N, *positions]``, otherwise the noise's variance."""
         if not self.likelihood.has_classes:
             return self._noise
-        return self._mean_entropy() if self.mean_entropy is None else self.mean_entropy
+        if self.mean_entropy is not None:
+            return self.mean_entropy
+        return self._average(self._entropy(self.likelihood.mean(self._draws)))
 
     @property
     def epistemic(self) -> Tensor:
@@ -497,10 +500,6 @@ class Predictive:
             return self.of_means[1]
         means = self.likelihood.mean(self._draws)
         return self._average((means - self._average(means)).square())
-
-    @at_nodes
-    def _mean_entropy(self) -> Tensor:
-        return self._average(self._entropy(self.likelihood.mean(self._draws)))
 
     def _entropy(self, p: Tensor) -> Tensor:
         if self.likelihood.support is None:

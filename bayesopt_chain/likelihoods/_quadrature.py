@@ -53,7 +53,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -87,8 +87,7 @@ def constant(make: Table) -> Table:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(make, *given).result()
 
-    found: Any = made
-    return found
+    return cast(Table, made)
 
 
 @constant
@@ -192,8 +191,7 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
         moves = covariance.sqrt() * z.reshape(-1, *[1] * (mean.ndim - 1), z.shape[1])
     else:
         moves = torch.einsum("...ij,sj->s...i", square_root(covariance), z)
-    count = 2 * len(z)
-    return torch.cat([mean + moves, mean - moves]), mean.new_full((count,), -math.log(count))
+    return torch.cat([mean + moves, mean - moves]), mean.new_full((2 * len(z),), -math.log(2 * len(z)))
 
 
 TERMS, TINY = 4000, 1e-300
@@ -211,8 +209,8 @@ def incomplete_beta(a: Tensor, b: Tensor, x: Tensor, rest: Tensor | None = None)
         >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5))
         tensor(0.6875, dtype=torch.float64)
     """
-    given = (a, b, x, 1 - x if rest is None else rest)
-    a, b, x, y = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in given))
+    rest = 1 - x if rest is None else rest
+    a, b, x, y = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in (a, b, x, rest)))
     is_far = x > (a + 1) / (a + b + 2)
     a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)
     near, far = torch.where(is_far, y, x), torch.where(is_far, x, y)
