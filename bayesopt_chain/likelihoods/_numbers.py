@@ -128,9 +128,8 @@ class LearnedGaussian(Normal):
                 "variances, [B, *, 2 C]"
             )
         half = event[-1] // 2
-        index = torch.arange(event.numel(), device="cpu").reshape(*event)
-        order = torch.stack([index[..., :half], index[..., half:]], -1).reshape(-1)
-        return Grouping((*event[:-1], half), 2, order)
+        index = torch.arange(event.numel(), device="cpu").reshape(*event[:-1], 2, half)
+        return Grouping((*event[:-1], half), 2, index.mT.flatten())
 
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_variance = outputs.chunk(2, dim=-1)

@@ -82,9 +82,8 @@ class Outputs(NamedTuple):
         """The covariance of each datum's own outputs, ``[N, E, E]``; their variances ``[N, E]`` where no more is held."""
         if not self.is_joint:
             return self.covariance
-        data = len(self.mean)
-        entries = self.covariance.shape[0] // max(1, data)
-        return self.covariance.reshape(data, entries, data, entries).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        shape = (len(self.mean), self.mean.shape[1:].numel()) * 2
+        return self.covariance.reshape(shape).diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
     @checks.takes()
     def draw(self, samples: int, generator: torch.Generator | None = None) -> Tensor:
