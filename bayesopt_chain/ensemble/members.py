@@ -259,6 +259,13 @@ def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
         if not isinstance(network, nn.Module):
             raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
         network = inner_of(network)
+        for name, layer in network.named_modules():
+            # the map of torch.nn.utils.parametrizations.orthogonal that rounds the diagonal of its weight to whole numbers
+            if getattr(getattr(layer, "orthogonal_map", None), "name", "") == "householder":
+                raise ValueError(
+                    f"posterior_ensemble: {name} (orthogonal, householder) rounds entries of its weight, so that no gradient "
+                    'holds them where a prior moves them: make it with orthogonal_map="cayley"'
+                )
         if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)

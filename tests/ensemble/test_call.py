@@ -10,6 +10,7 @@ import torch
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import bayesopt_chain as bc
@@ -199,6 +200,13 @@ OF_THE_CALL = [
 WRONG = [
     (lambda: SAME, (X, Y), GAUSSIAN, ValueError, "start from the same weights"),
     (BARE, (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
+    (
+        lambda: nn.Sequential(orthogonal(nn.Linear(2, 3)), nn.Linear(3, 1)),
+        (X, Y),
+        GAUSSIAN,
+        ValueError,
+        "0.parametrizations.weight.0 .* rounds .*cayley",
+    ),
     (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
     (maker(), (X / 0, Y), GAUSSIAN, ValueError, "posterior_ensemble: inputs are NaN or infinite for 48 of 48"),
     (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
