@@ -115,7 +115,6 @@ class Numbers(NamedTuple):
         given: the temperature, and behind it the rate of all leaves or of each, as doubles, where noise follows a schedule;
             ``None`` elsewhere.
         live: of ``given``, for each leaf whether it has a gradient; ``None`` for all.
-        wide: whether the rate is a float64 tensor, by which torch multiplies a narrower 0-d leaf in float64.
         learned: a :class:`Learned` as doubles, one for all leaves or one for each; ``None`` where nothing learns.
         learned_stride: 0 for all, 1 for each.
         root: the address of the function that takes roots, 0 for that of C++.
@@ -126,7 +125,6 @@ class Numbers(NamedTuple):
     adds: bool = True
     given: Any = None
     live: Any = None
-    wide: bool = False
     learned: Any = None
     learned_stride: int = 0
     root: int = 0
@@ -284,10 +282,7 @@ class Engine:
         known = {n: self._at_count(every, n) for n in {*at}}
         if len(known) == 1:
             return numbers._replace(learned=_packed([*known.values()]))
-        leaves = range(len(self.where)) if present is None else present
-        rows = [every] * len(self.where)
-        for k, n in zip(leaves, at):
-            rows[k] = known[n]
+        rows = _spread([known[n] for n in at], present, [every] * len(self.where))
         return numbers._replace(learned=_packed(rows), learned_stride=1)
 
     def _at_count(self, numbers: Learned, n: int) -> Learned:
@@ -304,10 +299,8 @@ class Engine:
             return None
         n = len(self.where)
         if not self.changes:
-            factors = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
-            return Numbers(
-                _packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1), wide=wide
-            )
+            factors = rates if len(rates) == 1 else _spread(rates, present, [0.0] * n)
+            return Numbers(_packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1))
         state, temperature = entries[self.noise], self.temperature
         if not state.conditions or not _is_readable(state.conditions[0]):
             return None
@@ -321,11 +314,11 @@ class Engine:
         for rate in rates:
             if not 0.0 <= rate < torch.inf:
                 checks.at_this_step("lr", rate)
-        every = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
+        every = rates if len(rates) == 1 else _spread(rates, present, [0.0] * n)
         given = array("d", (temperature, *every))
         live = None if present is None else array("B", [k in present for k in range(n)])
         adds = isinstance(self.temperature, float) or temperature != 0
-        return Numbers(None, int(len(every) > 1), adds, given, live, wide)
+        return Numbers(None, int(len(every) > 1), adds, given, live)
 
     def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
         """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
@@ -629,12 +622,11 @@ def _has_device_kernel(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and has_triton()
 
 
-def _spread(values: Sequence[float], present: Sequence[int], n: int) -> list[float]:
-    """Values of the leaves that are present, among ``n`` leaves."""
-    every = [0.0] * n
-    for k, value in zip(present, values):
-        every[k] = value
-    return every
+def _spread(values: Sequence[Any], present: Sequence[int] | None, others: list[Any]) -> list[Any]:
+    """The values of the leaves that are present, ``None`` for all, among those of the others."""
+    for k, value in zip(range(len(others)) if present is None else present, values):
+        others[k] = value
+    return others
 
 
 def _packed(rows: Sequence[Move] | Sequence[Learned]) -> Any:

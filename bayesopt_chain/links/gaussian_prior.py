@@ -45,12 +45,10 @@ class HasPrecision(Protocol):
     @property
     def mean(self) -> Any:
         """The mean, a tree like the parameters."""
-        ...
 
     @property
     def precision(self) -> Precision:
         """The precision over that tree."""
-        ...
 
 
 class PriorState(NamedTuple):

@@ -31,7 +31,7 @@ from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
-from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
+from bayesopt_chain.schedules import ScalarOrSchedule, is_number, is_zero
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
 
@@ -77,16 +77,10 @@ class LangevinNoise(Keyed):
     order: int = 2
 
     @property
-    def is_static(self) -> bool:
-        """Whether the temperature is a number, so that it never changes."""
-        return isinstance(self.temperature, (int, float))
-
-    @property
     def response(self) -> Response:
-        temperature = self.temperature if isinstance(self.temperature, (int, float)) else None
-        if temperature == 0:
+        if is_zero(self.temperature):
             return Linear()
-        return Noise(self.order, temperature)
+        return Noise(self.order, self.temperature if is_number(self.temperature) else None)
 
     def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
         """Make the object that draws the noise.
@@ -223,7 +217,7 @@ class LangevinInjection:
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
             )
         temperature = value_at(self.link.temperature, state.step)
-        if not self.link.is_static:
+        if not is_number(self.link.temperature):
             checks.at_this_step("temperature", temperature)
         by_input: list[Any] = [
             _coefficients(noise_input, temperature, _taken(state.conditions[0], rows), rates)

@@ -15,6 +15,11 @@ SGHMC is also written with a step ``eps``, friction ``alpha``, momentum scale ``
 
 With ``v = -m / eps`` that is the order-1 scheme above, ``lr = eps^2 / sigma^2``, ``mu = 1 - eps alpha / sigma^2``, at the
 temperature ``T (1 - eps T beta / (2 alpha))``.
+
+Explicit Euler takes both right-hand sides at one time (Duffield et al., "Scalable Bayesian learning with posteriors", 2025), so
+that the update arrives one step late. At T = 0 it is therefore *not* SGD with momentum, and it is stable only for
+``lr * curvature < 1 - mu`` where SGD with momentum allows ``2 (1 + mu)``. It is here as :func:`sghmc_euler`, for comparison
+with what others run under that name.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ import torch
 from bayesopt_chain import checks
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.links.keyed import inject_filtered_noise
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.momentum import add_momentum, delay
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
@@ -173,3 +179,39 @@ def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperatur
     eps = sigma * lr**0.5
     alpha = (1.0 - momentum) * sigma**2 / eps
     return {"lr": eps, "alpha": alpha, "beta": 0.0, "sigma": sigma, "temperature": temperature}
+
+
+@checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM)
+def sghmc_euler(
+    lr: float, momentum: float = 0.9, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
+) -> Chain:
+    """SGHMC by explicit Euler, with a gradient one step stale. For comparison; prefer :func:`bayesopt_chain.sghmc`.
+
+    Args:
+        lr: learning rate in SGD's sense, ``eps^2 / sigma^2``; see :func:`bayesopt_chain.sghmc_from_friction`.
+        momentum: in [0, 1), ``1 - eps alpha / sigma^2``.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value and never turns.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds two tensors for each parameter. At ``temperature=0`` it is SGD with momentum whose update
+        arrives one step late.
+
+    Raises:
+        ValueError: lr not positive, momentum outside [0, 1).
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.samplers.sghmc_euler(0.1, temperature=1.0), torch.zeros(2)
+        >>> first, state = tx.update(torch.ones(2), tx.init(params), params=params, inplace=False)
+        >>> first
+        tensor([-0., -0.])
+    """
+    level = (2.0 * (1.0 - momentum) / lr) ** 0.5
+    return chain(
+        inject_filtered_noise(temperature, (level,), beside=(0, 3 if momentum else 2), generator=generator),
+        add_momentum(momentum),
+        delay(),
+        scale_by_neg_lr(lr),
+    )

@@ -11,6 +11,9 @@ New parameters and states are copied into the static buffers at the end of the g
   call (:mod:`bayesopt_chain.loop.capture.kernels`). 256 chains or more of small matrices run in blocks, with the chains as the
   last axis in memory, each thread with blocks of its own (:mod:`bayesopt_chain.loop.capture.lanes`).
 * On a CPU without a C++ compiler the operations of the graph run one after the other. A warning says so once.
+
+With ``bc.epochs(...)`` the batch of a step is a tensor of row numbers, and ``data[rows]`` is an operation of the program, so
+that no batch is made outside of it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import optree
@@ -30,13 +34,12 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
-from bayesopt_chain.loop.capture.captured import Backend, Captured, Program
+from bayesopt_chain.loop.capture.captured import Backend, Captured, Modes, Program, rows_ahead
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded
 from bayesopt_chain.loop.capture.lanes import Lanes
-from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Interpreted, compiler_found
-from bayesopt_chain.loop.capture.source import by_rows, rows_ahead
+from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.loop.step import Step
 
 _UNROLLED = checks.Kind(
@@ -126,7 +129,7 @@ def capture(
     if data is not None:
         if batch_dim is not None:
             raise ValueError(f"capture: each step takes the next batch of {data!r}; leave batch_dim= out")
-        step, batch, batch_dim = by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
+        step, batch, batch_dim = _by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _fastest_backend(body)
     graphed = chosen == "cuda" or (chosen == "inductor" and _is_on_cuda(body))
@@ -177,6 +180,35 @@ def _in_place(step: Any) -> Callable:
     return replace(step, inplace=True)
 
 
+def _by_rows(step: Callable, data: Epochs) -> Callable:
+    """Return the step as a function of (params, state, row numbers), so that the program reads the rows of the data itself.
+
+    Args:
+        step: the step of one chain, or a :class:`bayesopt_chain.loop.parallel.Parallel`.
+        data: the epochs.
+
+    Raises:
+        TypeError: the data are no tree of tensors.
+        ValueError: the batches have an axis of chains and the step has none, or the other way round, or the numbers of chains
+            differ.
+    """
+    if not isinstance(step, Parallel) and data.chains is not None:
+        raise ValueError(
+            f"capture: {data!r} gives batches of {data.chains} chains, and the step is one chain's; make it bc.parallel(step, "
+            f"{data.chains}, batch_dim=0), or leave chains= out of bc.epochs"
+        )
+    if isinstance(step, Parallel) and (step.batch_dim, data.chains) not in ((None, None), (0, step.n)):
+        raise ValueError(
+            f"capture: the step has {step.n} chains with batch_dim={step.batch_dim!r}, and {data!r} gives other batches; take "
+            f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
+        )
+
+    def of_rows(one: Callable) -> Callable:
+        return lambda params, state, rows: one(params, state, data.of_rows(rows))
+
+    return step.mapped(of_rows) if isinstance(step, Parallel) else of_rows(step)
+
+
 def _is_on_cuda(body: Body) -> bool:
     return bool(body.static) and body.static[0].device.type == "cuda"
 
@@ -187,11 +219,11 @@ def _fastest_backend(body: Body) -> Backend:
         return "cuda"
     if compiler_found():
         return "inductor"
-    global _said
-    if not _said:
-        _said = True
-        checks.warn("capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX")
+    warn_of_no_compiler()
     return "eager"
 
 
-_said = False  # whether the warning of a missing compiler was given
+@cache
+def warn_of_no_compiler() -> None:
+    """Say once in a process that a step which could be compiled is not."""
+    checks.warn("capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX")

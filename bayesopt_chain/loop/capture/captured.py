@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.capture.buffers import Body, Steps
 from bayesopt_chain.loop.capture.errors import CaptureError
-from bayesopt_chain.loop.capture.modes import Modes
-from bayesopt_chain.loop.capture.source import rows_ahead
 from bayesopt_chain.loop.loss import Info
 
 Backend = Literal["cuda", "inductor", "eager"]
+_is_training = attrgetter("training")
+
+
+class Modes:
+    """The modules that were called within :meth:`watching`, and whether each of them was in training mode."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.training: list[bool] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Store every module that is called within this context, and its mode."""
+        seen: dict[int, nn.Module] = {}
+        hook = register_module_forward_pre_hook(lambda module, args: seen.update({id(module): module}))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.modules = list(seen.values())
+            self.training = list(map(_is_training, self.modules))
+
+    def check(self) -> None:
+        """Compare the modes of the modules with those when the step was recorded.
+
+        Raises:
+            CaptureError: a module is in another mode; the message names the first one.
+        """
+        if list(map(_is_training, self.modules)) != self.training:
+            changed = next(m for m, was in zip(self.modules, self.training) if m.training != was)
+            now, then = ("train", "eval") if changed.training else ("eval", "train")
+            raise CaptureError(
+                f"capture: the step was captured with {type(changed).__name__} in {then} mode, and it is in {now} mode now; "
+                f"call .{then}() before the replay, or capture the step again"
+            )
 
 
 class Program(NamedTuple):
@@ -168,3 +204,10 @@ class Captured:
         self._program = self._record(body.with_batch(batch))
         self._programs.append(self._program)
         return self._program.body.batch.tensors_of(batch)
+
+
+def rows_ahead(data: Epochs, steps: int) -> Tensor:
+    """Return the row numbers of the next batch; with ``steps > 1``, of the next batches, stacked on axis 0."""
+    numbers = data.ahead(steps)
+    where = data.leaves[0].device if data.leaves else None
+    return (numbers[0] if steps == 1 else torch.stack(numbers)).to(where)

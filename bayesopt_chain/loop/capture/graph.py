@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -157,7 +158,8 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
 
     def key_and_count(node: torch.fx.Node) -> list[Tensor]:
         """Return the static buffers that hold the key and the count; fewer than two if the graph computes one of them."""
-        return [static[i] for x in node.args[:2] if (i := places.get(_origin(x), len(static))) < len(static)]
+        found = [input_of(x, places) for x in node.args[:2]]
+        return [static[i] for i in found if i is not None and i < len(static)]
 
     def lifted(node: torch.fx.Node, dtype: torch.dtype) -> tuple[Tensor, torch.fx.Node]:
         """Replace a draw by a further input of the graph. Return the buffer that is this input, and the input's node."""
@@ -199,11 +201,23 @@ def write_out_multiples(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _origin(node: Any) -> Any:
-    """Return the node whose tensor a node returns, without ``detach`` and ``alias`` in between."""
-    while node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+def input_of(node: Any, places: Mapping[torch.fx.Node, int]) -> int | None:
+    """Return the index of the input that a node is equal to; ``None`` if it is no input.
+
+    Args:
+        node: a node.
+        places: the index of each input.
+    """
+    aten: Any = torch.ops.aten
+    while node not in places:
+        # operations that return their argument unchanged
+        same = node.target in (aten.detach.default, aten.alias.default) or (
+            node.target is aten.permute.default and list(node.args[1]) == [*range(len(node.args[1]))]
+        )
+        if not same:
+            return None
         node = node.args[0]
-    return node
+    return places[node]
 
 
 def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from bayesopt_chain.loop.capture.graph import new_input
+from bayesopt_chain.loop.capture.graph import input_of, new_input
 from bayesopt_chain.loop.capture.lane_kernels import in_lanes
 from bayesopt_chain.random.philox_cpu import normals_kernel
 
@@ -70,15 +70,7 @@ class Rows:
 
     def place(self, node: Any) -> int | None:
         """Return the index of the input that a node is equal to; ``None`` if it is no input."""
-        while node not in self.places:
-            # operations that return their argument unchanged
-            same = node.target in (aten.detach.default, aten.alias.default) or (
-                node.target is aten.permute.default and list(node.args[1]) == [*range(len(node.args[1]))]
-            )
-            if not same:
-                return None
-            node = node.args[0]
-        return self.places[node]
+        return input_of(node, self.places)
 
 
 def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:

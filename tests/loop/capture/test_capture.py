@@ -372,7 +372,7 @@ def test_what_cannot_be_captured_is_named_with_its_line(bad, line, temperature):
 
 def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
     monkeypatch.setattr(capture_module, "compiler_found", lambda: False)
-    monkeypatch.setattr(capture_module, "_said", False)
+    capture_module.warn_of_no_compiler.cache_clear()
     params, batch = setup()
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         _, fast, _ = record(loss, bc.sgd(0.05), params, batch)
