@@ -45,10 +45,12 @@ class HasPrecision(Protocol):
     @property
     def mean(self) -> Any:
         """The mean, a tree like the parameters."""
+        ...
 
     @property
     def precision(self) -> Precision:
         """The precision over that tree."""
+        ...
 
 
 class PriorState(NamedTuple):
