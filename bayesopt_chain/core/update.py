@@ -58,15 +58,19 @@ class Injection(Protocol):
 
     def start(self, params: Sequence[Any]) -> Any:
         """The first state, for the parameters of all leaves."""
+        ...
 
     def started(self, state: Any, update: Update) -> None:
         """Check the values of the first step, such as a scheduled temperature, when the state of the whole chain is made."""
+        ...
 
     def strength(self, state: Any, rates: Rates) -> Any:
         """The coefficients of this step's noise. A value out of range is refused here, before anything is changed."""
+        ...
 
     def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
         """Draw the noise of every noise input, for the leaves that have a gradient; returns it and the link's next state."""
+        ...
 
 
 class Plan:

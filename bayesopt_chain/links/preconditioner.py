@@ -45,9 +45,11 @@ class SupportsSolve(Protocol):
 
     def solve(self, tree: Any, /) -> Any:
         """Return ``Lambda^-1 x`` for a tree ``x``."""
+        ...
 
     def sqrt_solve(self, tree: Any, /) -> Any:
         """Return ``R x`` for a tree ``x``, where ``R R^T = Lambda^-1``."""
+        ...
 
 
 @checks.link_takes(**LEARNS)
