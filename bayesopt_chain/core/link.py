@@ -300,6 +300,18 @@ class Link:
         """The keywords of ``update`` without which the link refuses."""
         return frozenset()
 
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
+        """Refuse links beside which this one would be wrong in silence. A chain calls it in front of :meth:`init`.
+
+        Args:
+            before: the links in front that act on any of this link's leaves; for a link within a wrapper those in front of
+                the wrapper.
+            behind: the links behind, likewise.
+
+        Raises:
+            ValueError: a link that may not stand there.
+        """
+
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
         """Make the first state.
 

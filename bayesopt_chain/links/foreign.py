@@ -15,24 +15,8 @@ from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
 
-class LooksAround:
-    """A link that would be wrong in silence beside some others: it refuses them, also where a wrapper hides them from it."""
-
-    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
-        """Refuse what may not stand beside this link; ``init`` calls it with the links that act on any of its leaves.
-
-        Args:
-            before: the links in front; for a link within a wrapper also those in front of the wrapper.
-            behind: the links behind, likewise.
-
-        Raises:
-            ValueError: a link that may not stand there.
-        """
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class Foreign(LooksAround, Link):
+class Foreign(Link):
     """The link that stands for a foreign transformation.
 
     Attributes:
@@ -61,11 +45,9 @@ class Foreign(LooksAround, Link):
         while hasattr(inside, "transformation"):  # a wrapper, whose links see nothing outside of it
             inside = inside.transformation
         for link in getattr(inside, "links", ()):
-            if isinstance(link, LooksAround):
-                link.require_around(before, behind)
+            link.require_around(before, behind)
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        self.require_around(context.scope.before, context.scope.behind)
         return self.transformation.init(context.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

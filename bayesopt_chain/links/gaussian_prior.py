@@ -18,6 +18,7 @@ The prior is a part of the loss, so that it must stand in front of every link th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import HoldsTree, LinkContext, Traits
+from bayesopt_chain.core.link import HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, params_of, require_first
 from bayesopt_chain.matching.response import Linear, Response
@@ -84,13 +85,15 @@ class Prior(HoldsTree):
     def response(self) -> Response:
         return Linear()  # the prior is a part of the loss
 
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
+        require_first(before)
+
 
 @dataclass(frozen=True, eq=False)
 class AddDiagonalPrior(Prior):
     """The link that :func:`add_gaussian_prior` returns for a prior without correlations."""
 
     def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
-        require_first(context)
         mean, precision = (
             tuple([x.clone() for x in context.broadcast(tree, f"add_gaussian_prior: the {what}")])
             for tree, what in ((self.mean, "mean"), (self.precision, "precision"))
@@ -123,7 +126,6 @@ class AddGaussianPrior(Prior):
     )
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        require_first(context)
         names, mine = context.paths, paths_of(self.mean)
         shapes, known = ([tuple(x.shape) for x in xs] for xs in (leaves, optree.tree_leaves(self.mean)))
         if mine != names or shapes != known:

@@ -12,6 +12,7 @@ measured in this way (Lau et al. 2024).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,13 +34,13 @@ from bayesopt_chain.matching.response import (
 )
 
 
-def require_first(context: LinkContext) -> None:
+def require_first(before: Sequence[Link]) -> None:
     """Refuse a prior behind a link that scales or accumulates gradients, since it would change the prior.
 
     Raises:
         ValueError: such a link stands in front; the message names it.
     """
-    for link in context.scope.before:
+    for link in before:
         response = link.response
         changes = response is None or isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
         if changes or (isinstance(response, Linear) and response != Linear()):
@@ -77,10 +78,9 @@ class AddDecayedWeights(Link):
     def part(self) -> Part | None:
         return Decays(self.weight_decay, self.flip)
 
-    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         if self.is_prior:
-            require_first(context)
-        return super().init(leaves, context)
+            require_first(before)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g

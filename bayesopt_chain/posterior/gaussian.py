@@ -36,7 +36,6 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.links.foreign import LooksAround
 from bayesopt_chain.links.gaussian_prior import Prior
 from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury
@@ -94,7 +93,7 @@ def require_these(shapes: list | int, params: Any, who: str) -> None:
         )
 
 
-class Alone(LooksAround):
+class Alone:
     """A link that moves a Gaussian: links beside it would change its mean, and its covariance would not follow.
 
     Links that pass gradients on stay, and so does clipping in front, which a sampler may have there too.

@@ -27,7 +27,6 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.foreign import LooksAround
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
@@ -91,7 +90,7 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 
 
 @dataclass(frozen=True)
-class Collect(LooksAround, Link):
+class Collect(Link):
     """The link behind :func:`swag`."""
 
     rank: int
@@ -117,7 +116,6 @@ class Collect(LooksAround, Link):
         checks.with_values("swag", "params", leaves, context.paths)
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        self.require_around(context.scope.before, context.scope.behind)
         return empty(leaves, self.rank)
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:

@@ -97,7 +97,6 @@ class Filter(Alone, Link):
         params = context.tree(leaves)
         checks.samplable(leaves, context.paths)
         checks.with_values("ekf", "params", leaves, context.paths)
-        self.require_around(context.scope.before, context.scope.behind)
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
