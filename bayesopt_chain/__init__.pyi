@@ -30,7 +30,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import scale_by_preconditioner
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, capture
 from bayesopt_chain.loop.loss import Info
 from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
@@ -67,7 +67,6 @@ __all__ = [
     "Info",
     "RAdam",
     "RMSProp",
-    "Steps",
     "adadelta",
     "adagrad",
     "adam",

@@ -407,19 +407,18 @@ class Link:
         """
         raise NotImplementedError
 
-    def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
-        """What :func:`~bayesopt_chain.make_step` returns beside the state, for a step whose gradient was taken at a draw.
+    def report(self, state: Any, draw: Any, loss: Tensor) -> dict[str, Any]:
+        """What a step whose gradient was taken at a draw reports besides its loss.
 
         Args:
             state: the link's whole state, before the step.
             draw: what :meth:`sample` returned.
             loss: 0-d, at the draw.
-            aux: what the loss returned beside its value.
 
         Returns:
-            The report; ``None`` for the usual one, of loss and aux.
+            Fields of :class:`bayesopt_chain.Info`, by name.
         """
-        return None
+        return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ _HAS_RANKS = dist.is_available()
 
 
 class Info(NamedTuple):
-    """The report of a step.
+    """The report of a step, or, of several captured steps, their reports stacked on axis 0.
 
     Attributes:
         loss: the loss at the parameters that the step started from, 0-d and detached.
@@ -42,6 +42,8 @@ class Info(NamedTuple):
         weight: the weight, in means over draws, of the parameters that the step started from, 0-d, for a chain whose draws
             have weights (:func:`bayesopt_chain.samplers.samadams`); ``()`` if all draws have equal weights.
         observed: the result of ``make_step(..., observe=)``, detached; else ``()``.
+        negative_elbo: of a variational step, the negative evidence lower bound per datum, in nats, 0-d; else ``()``.
+        draws: with ``capture(..., draws=True)``, the parameters after every step, stacked on axis 0; else ``()``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -57,6 +59,8 @@ class Info(NamedTuple):
     temperature: Any = ()
     weight: Any = ()
     observed: Any = ()
+    negative_elbo: Any = ()
+    draws: Any = ()
 
 
 class Evaluation(NamedTuple):

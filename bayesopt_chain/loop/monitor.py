@@ -17,7 +17,7 @@ def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
     """Fill in the norm of the gradient and the temperature of a report.
 
     Args:
-        info: the report. A report without these fields, as that of a variational family, is returned unchanged.
+        info: the report.
         grads: the gradient before the transformation, a tree.
         tx: the transformation.
         state: the state of the transformation before the step.
@@ -25,8 +25,6 @@ def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
     Returns:
         The report with both.
     """
-    if "gradient_norm" not in info._fields:
-        return info
     with torch.no_grad():
         # the norms of leaves first, and then their norm: no copy of all gradients is made
         norms = [whole(torch.linalg.vector_norm(g)) for g in optree.tree_leaves(grads)]

@@ -189,9 +189,9 @@ class AtDraws:
                 extra[name] = _mean_precision(values) if name == "curvature" else drawing.gathered(values, where)
             mean = torch.stack([each.info.loss for each in found]).mean()
             aux = found[0].info.aux if len(found) == 1 else _stacked([each.info.aux for each in found])
-            report = self.tx.links[i].report(state[i], draw, mean, aux)
+            report = self.tx.links[i].report(state[i], draw, mean)
             grads = drawing.gathered([each.grads for each in found], where)
-            return Evaluation(grads, Info(mean, aux) if report is None else report, extra, carried)
+            return Evaluation(grads, Info(mean, aux, **report), extra, carried)
 
 
 @dataclass(frozen=True)

@@ -130,11 +130,9 @@ class Drawing(Alone, Keyed, ABC):
         """A key and a count of zero; where nothing is drawn the key is zero.
 
         Raises:
-            ValueError: links beside this one that it cannot stand with; a prior over other parameters, or over ones of which
-                every rank holds a part.
+            ValueError: a prior over other parameters, or over ones of which every rank holds a part.
         """
         checks.with_values(self.name, "params", leaves, context.paths)
-        self.require_around(context.scope.before, context.scope.behind)
         if self.prior is not None:
             params = context.tree(leaves)
             if are_spread(params):

@@ -7,7 +7,7 @@ convert between the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -18,36 +18,6 @@ from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info
 from bayesopt_chain.trees import are_same
-
-
-class Steps(NamedTuple):
-    """The report of several captured steps, stacked on axis 0. A field that a step does not report is ``()``.
-
-    Attributes:
-        loss: the losses, ``[steps, ...]``.
-        aux: the auxiliary output of the loss, a tree.
-        draws: the parameters after every step, with ``capture(..., draws=True)``.
-        finite: whether loss and gradient were finite, with ``make_step(..., check_finite=True)``.
-        negative_elbo: the negative evidence lower bound of a variational step.
-        gradient_norm, temperature: with ``make_step(..., monitor=True)``.
-        weight: the weights of the parameters that the steps started from, if the draws of the chain have weights.
-        observed: with ``make_step(..., observe=)``.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> bc.Steps(loss=torch.tensor([2.0, 1.0]), aux=()).loss.mean()
-        tensor(1.5000)
-    """
-
-    loss: Tensor
-    aux: Any
-    draws: Any = ()
-    finite: Any = ()
-    negative_elbo: Any = ()
-    gradient_norm: Any = ()
-    temperature: Any = ()
-    weight: Any = ()
-    observed: Any = ()
 
 
 class Slots:
@@ -340,12 +310,7 @@ class Body:
         params, state, info = (step or self.step)(
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
         )
-        report: Any = info
-        # reports of several steps are stacked, and have a place for draws, which Info has not
-        if self.draws or self.steps > 1:
-            known = info._asdict()
-            report = Steps(**{k: v for k, v in known.items() if k in Steps._fields}, draws=params if self.draws else ())
-        leaves, self._info_spec = optree.tree_flatten(report)
+        leaves, self._info_spec = optree.tree_flatten(info._replace(draws=params) if self.draws else info)
         # the program returns tensors only; constants are put back by ``info``
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
         self.single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
@@ -371,7 +336,7 @@ class Body:
             return reports[0]
         return [xs[0] if i < self.single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
 
-    def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
+    def info(self, tensors: Sequence[Tensor]) -> Info:
         """Return the report as a tree of these tensors and of the constants that the step reported."""
         leaves: list[Any] = list(tensors)
         for i, constant in self._constants.items():

@@ -75,7 +75,7 @@ def capture(
             a replay are copied into the static buffers, unless they are the trees that the last call returned. If ``batch`` is
             a :func:`bayesopt_chain.epochs`, every step makes the next batch of it inside the program, and its position moves
             on. The captured step is then called with it: ``fast(params, state, data)``.
-        steps: number of steps in each call. With more than one, loss and aux are stacked on axis 0 (:class:`Steps`). Default 1.
+        steps: number of steps in each call. With more than one, loss and aux are stacked on axis 0. Default 1.
         batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
             whole batch.
         draws: return the parameters after every step, stacked on axis 0, as ``info.draws``. Default: False.

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.loop.capture.buffers import Body, Steps
+from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError
 from bayesopt_chain.loop.loss import Info
 
@@ -93,7 +93,7 @@ class Captured:
         # the thread whose call is running; without clone, the only thread that may call
         self._owner: threading.Thread | None = None
 
-    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
+    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         """Replay the step.
 
         Args:
@@ -145,7 +145,7 @@ class Captured:
                 f"{thread.name!r}. Capture one step for each thread, or capture with clone=True, for calls that take turns"
             )
 
-    def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
+    def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         """Copy the arguments into the static buffers, replay, and collect the results."""
         self._modes.check()
         body = self._body

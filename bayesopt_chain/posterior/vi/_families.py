@@ -98,25 +98,6 @@ class VariationalState(NamedTuple):
     step: Tensor
 
 
-class VariationalInfo(NamedTuple):
-    """What a step reports.
-
-    Attributes:
-        loss: the mean over the draws, 0-d.
-        aux: the loss's auxiliary output; with several samples each of its tensors has them on axis 0.
-        negative_elbo: per datum, in nats, 0-d.
-        finite, gradient_norm, temperature, observed: as in :class:`bayesopt_chain.Info`.
-    """
-
-    loss: Tensor
-    aux: Any
-    negative_elbo: Tensor
-    finite: Any = ()
-    gradient_norm: Any = ()
-    temperature: Any = ()
-    observed: Any = ()
-
-
 @dataclass(frozen=True)
 class Variational(Drawing):
     """A family of Gaussians as a link, with two optimizers, one for mu and one for phi.
@@ -251,9 +232,8 @@ class Variational(Drawing):
         )
         return context.leaves(moves), op.keep(state.mean_optimizer, optimizer)
 
-    def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
-        """What a step from this state says about itself."""
-        return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
+    def report(self, state: VariationalState, draw: Draw, loss: Tensor) -> dict[str, Any]:
+        return {"negative_elbo": self.negative_elbo(state, loss, draw)}
 
     def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
         """``loss - T H[q]``, and the prior at the draw."""
