@@ -226,9 +226,7 @@ class Chain(GradientTransformation):
             if i in plan.noise:
                 update.entries[i] = plan.noise[i].start(leaves)
             elif w or not here:  # a link whose masks select nothing has no state
-                context = update.at(i, w)
-                x.require_around(context.scope.before, context.scope.behind)
-                update.entries[i] = x.init([leaves[j] for j in w], context)
+                update.entries[i] = x.init([leaves[j] for j in w], update.at(i, w))
         for i, noise in plan.noise.items():
             noise.started(update.entries[i], update)
         state = State(update.entries, layout) if like is None else warm_start(State(update.entries, layout), like)

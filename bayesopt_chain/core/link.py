@@ -301,7 +301,7 @@ class Link:
         return frozenset()
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
-        """Refuse links beside which this one would be wrong in silence. A chain calls it in front of :meth:`init`.
+        """Refuse links beside which this one would be wrong in silence. A chain calls it once for each layout.
 
         Args:
             before: the links in front that act on any of this link's leaves; for a link within a wrapper those in front of

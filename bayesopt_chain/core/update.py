@@ -84,6 +84,8 @@ class Plan:
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
         matched = match(links, self.where, [j for j, shape in enumerate(layout.shapes) if shape is not None])
+        for x, scope in zip(links, self.scopes):
+            x.require_around(scope.before, scope.behind)
         # of every noise link its noise inputs; a link whose response is Noise makes what draws its noise
         self.noise: dict[int, Injection] = {i: cast(Any, links[i]).injection(x, layout) for i, x in matched.items()}
         self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}

@@ -111,7 +111,7 @@ class Rows:
             )
         given = (_integer * 2)(0, 0)
         wide, (size, stride) = rows.dtype == torch.int64, (rows[0].numel(), rows.stride(0))
-        threads = _threads(rows.numel() > _PARALLEL)
+        threads = torch.get_num_threads() if rows.numel() > _PARALLEL else 1
         where = self.lanes.data_ptr()
         kernels.number_lanes(rows.data_ptr(), wide, where, stride, size, len(rows), given, threads)  # pyright: ignore[reportOptionalMemberAccess]
         self.low, self.high = given
@@ -142,8 +142,3 @@ def gather(table: Tensor, rows: Rows, lanes: Tensor) -> Any:
 
 
 _PARALLEL = 2**13  # number of elements up to which one thread is faster than several
-
-
-def _threads(large: bool) -> int:
-    """Return the number of threads for a copy."""
-    return torch.get_num_threads() if large else 1
