@@ -35,7 +35,7 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Outputs, Predictive
 from bayesopt_chain.likelihoods._likelihood import slope
 from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
-from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, posterior_and_evidence
+from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, heat_of, posterior_and_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.precision import flatten
@@ -134,7 +134,8 @@ def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
     left_out = lambda some: _without(fitted, posterior, some)[1]  # noqa: E731
     parts = _answers("leave_one_out", fitted, posterior, train, "train", left_out)
     mean, covariance = (torch.cat(x).to(fitted.model.dtype) for x in zip(*parts))
-    return Predictive(fitted.likelihood, Outputs(mean, covariance * fitted._heat))
+    heat = heat_of(fitted.model, fitted.seen, fitted.covariance_scale)
+    return Predictive(fitted.likelihood, Outputs(mean, covariance * heat))
 
 
 @checks.takes(train_losses=checks.REALS, values=checks.REALS)

@@ -214,6 +214,15 @@ def line_search(
     return best
 
 
+def lowest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds: int) -> Tensor:
+    """Where a condition that holds from some point between ``low`` and ``high`` on begins to, by bisection of each entry."""
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        found = holds(middle)
+        low, high = torch.where(found, low, middle), torch.where(found, middle, high)
+    return high
+
+
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
 OF_PRIOR = checks.one_of(SCALAR, LAYERWISE).or_none()
 WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves

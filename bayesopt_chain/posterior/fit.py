@@ -310,12 +310,6 @@ class FittedLaplace:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
         return posterior_and_evidence(self.model, self.seen, prior_precision, scale, self.covariance_scale)
 
-    @property
-    def _heat(self) -> float:
-        """What the covariance of Bayes' posterior is multiplied by."""
-        temperature = self.model.how.temperature
-        return self.covariance_scale if temperature is None else temperature * float(self.seen.precision.count)
-
     def state_dict(self) -> dict[str, Any]:
         """What the fit learned, as a tree of tensors: for ``bc.save``, or ``torch.save``. The module is not in it.
 
@@ -412,18 +406,16 @@ def posterior_and_evidence(
     mean = posterior.mean
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)
-    temperature = model.how.temperature
-    if share < 1:
-        temperature = share / float(seen.precision.count)
-    if temperature is not None:
-        posterior = posterior_of(
-            data,
-            model.params,
-            prior_precision=prior_precision,
-            likelihood_scale=factor,
-            temperature=temperature,
-        )
+    heat = heat_of(model, seen, share)
+    if heat != 1:
+        posterior = posterior._replace(precision=posterior.precision.scale(1 / heat), undecomposed=())
     return posterior._replace(mean=mean), evidence
+
+
+def heat_of(model: Model, seen: Pass, share: float) -> float:
+    """What the covariance of Bayes' posterior is multiplied by."""
+    temperature = model.how.temperature
+    return share if temperature is None else temperature * float(seen.precision.count)
 
 
 def solved(model: Model, regression: Regression, prior_precision: Any, scale: Tensor) -> tuple[Tree, Tensor]:
@@ -664,15 +656,13 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
 
 def _log_density(fitted: FittedLaplace, batch: Any, targets: Any) -> Tensor:
     """Summed over held-out targets, 0-d; where a datum's outputs are too many for their covariance, by draws of functions."""
-    model, likelihood = fitted.model, fitted.likelihood
+    model = fitted.model
     with torch.no_grad():
         if model.forward(model.params, part(batch, 0, 1)).numel() <= MANY:
             return fitted.predictive([batch]).log_prob(targets).sum()
         generator = torch.Generator(optree.tree_leaves(model.params)[0].device).manual_seed(0)
-        drawn = functional_samples(model.forward, fitted.posterior, batch, samples=DRAWS, generator=generator)
-        logs = likelihood.log_prob(drawn, likelihood.labels(targets)).logsumexp(0) - math.log(DRAWS)
-        weights = likelihood.weights(targets)
-        return (logs if weights is None else logs * weights).sum()
+        drawn = fitted.functional_samples([batch], samples=DRAWS, generator=generator)
+        return fitted.likelihood.mixture(drawn).log_prob(targets).sum()
 
 
 def _validated(

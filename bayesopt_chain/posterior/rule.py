@@ -73,7 +73,6 @@ says, and lose where they are cleaner.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -85,7 +84,7 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._classes import OneOfSeveral
 from bayesopt_chain.posterior._linearized import jacobian
-from bayesopt_chain.posterior.evidence import spectra, tuned
+from bayesopt_chain.posterior.evidence import lowest, spectra, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY
@@ -178,17 +177,15 @@ def within_budget(model: Model, posterior: Gaussian, batches: list[Any], seen: P
     except ValueError:
         return 1.0
 
-    def cost(tau: float) -> float:
-        found = [_divergence(likelihood, own, mean, tau * covariance) for own, (mean, covariance) in zip(owns, parts)]
-        return float(torch.cat(found).mean())
+    def is_affordable(x: Tensor) -> Tensor:
+        pairs = zip(owns, parts)
+        found = [_divergence(likelihood, own, mean, (-x).exp() * covariance) for own, (mean, covariance) in pairs]
+        return torch.cat(found).mean() <= most
 
-    if cost(1.0) <= most:
+    one = torch.zeros_like(seen.log_likelihood)  # the logarithm of tau = 1
+    if bool(is_affordable(one)):
         return 1.0
-    low, high = -HALVINGS * math.log(2), 0.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if cost(math.exp(middle)) <= most else (low, middle)
-    return math.exp(low)
+    return float((-lowest(is_affordable, one, one + HALVINGS * math.log(2), HALVINGS)).exp())
 
 
 def _own(likelihood: Likelihood, mean: Tensor) -> Any:
@@ -296,23 +293,15 @@ def _determined(values: Tensor, some: Tensor, count: Tensor, squares: Tensor, pa
     def is_above(kappa: Tensor, gamma: Tensor) -> Tensor:
         return kappa * (count - gamma).square() > squares * gamma
 
-    def lowest(holds: Callable[[Tensor], Tensor], low: float, high: float) -> Tensor:
-        """Where a condition that holds from some point on begins to, by bisection."""
-        below, above = torch.full_like(count, low), torch.full_like(count, high)
-        for _ in range(BISECTIONS):
-            middle = (below + above) / 2
-            found = holds(middle)
-            below, above = torch.where(found, below, middle), torch.where(found, middle, above)
-        return above
-
-    gamma = at(lowest(lambda x: is_above(*at(x)[:2]), -SPAN, SPAN))[1].minimum(most)
+    zero = torch.zeros_like(count)
+    gamma = at(lowest(lambda x: is_above(*at(x)[:2]), zero - SPAN, zero + SPAN, BISECTIONS))[1].minimum(most)
     beyond = (gamma > RESOLVED * some) & (some < count) & (parameters > some)
     if not bool(beyond.any()):
         return gamma
-    kappa, start, power = at(lowest(lambda x: at(x)[1] <= RESOLVED * some, -SPAN, SPAN))
+    kappa, start, power = at(lowest(lambda x: at(x)[1] <= RESOLVED * some, zero - SPAN, zero + SPAN, BISECTIONS))
 
     def further(log_ratio: Tensor) -> Tensor:
         return (start * (-power * log_ratio).exp()).minimum(most)
 
-    ends = lowest(lambda x: is_above(kappa * x.exp(), further(x)), -4 * SPAN, 0.0)
+    ends = lowest(lambda x: is_above(kappa * x.exp(), further(x)), zero - 4 * SPAN, zero, BISECTIONS)
     return torch.where(beyond, further(ends).maximum(gamma), gamma)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.posterior.evidence import lowest
 
 
 @checks.takes(log_probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE)
@@ -199,12 +200,9 @@ def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
     f = logits.double()
     right = f.gather(1, targets[:, None])[:, 0]
 
-    def slope(log_b: float) -> float:
-        mean = ((math.exp(log_b) * f).softmax(-1) * f).sum(-1)
-        return float((mean - right).mean())
+    def rises(log_b: Tensor) -> Tensor:
+        mean = ((log_b.exp() * f).softmax(-1) * f).sum(-1)
+        return (mean - right).mean() > 0
 
-    low, high = (-math.log(c) for c in reversed(_SCALES))
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if slope(middle) > 0 else (middle, high)
-    return math.exp(-(low + high) / 2)
+    low, high = (-f.new_tensor(c).log() for c in reversed(_SCALES))
+    return math.exp(-float(lowest(rises, low, high, 60)))
