@@ -215,10 +215,11 @@ class FittedLaplace:
             prior = self.prior_precision if prior_precision is None else prior_precision
             scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
             posterior = self._posterior_and_evidence(prior, scale)[0]
-        parts = asked(model, "FittedLaplace.outputs", data, lambda batch: linearized(model, posterior, batch, joint))
-        if joint and len(parts) > 1:
-            raise ValueError(f"outputs: data has {len(parts)} batches: pass one")
-        mean, covariance = zip(*parts)
+
+        def answer(batch: Any) -> Outputs:
+            return linearized(model, posterior, batch, joint)
+
+        mean, covariance = zip(*asked(model, "FittedLaplace.outputs", data, answer, is_one=joint))
         return Outputs(torch.cat(mean), torch.cat(covariance))
 
     @checks.takes(data=checks.DATA)
@@ -237,10 +238,11 @@ class FittedLaplace:
         Raises:
             ValueError: fewer than one sample; several batches.
         """
-        batches = asked(self.model, "functional_samples", data, lambda batch: batch)
-        if len(batches) != 1:
-            raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
-        drawn = functional_samples(self.model.forward, self.posterior, batches[0], samples=samples, generator=generator)
+
+        def answer(batch: Any) -> Tensor:
+            return functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+
+        (drawn,) = asked(self.model, "FittedLaplace.functional_samples", data, answer, is_one=True)
         return drawn.to(self.model.dtype)
 
     @checks.takes(data=checks.DATA, joint=checks.BOOL)

@@ -41,17 +41,6 @@ class LaplaceState(NamedTuple):
     precision: Any
 
 
-def accumulated(total: Any, increment: Any) -> Any:
-    """The sum with one more increment, if there is one."""
-    if increment is None:
-        return total
-    if not isinstance(increment, Precision):
-        raise TypeError(
-            f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
-        )
-    return total.add(increment)
-
-
 def _require_fit_for_shards(increment: Any, context: LinkContext) -> None:
     """Refuse an increment that couples elements, or lies otherwise than the parameters, where ranks hold parts of them."""
     if not isinstance(increment, Diagonal):
@@ -87,9 +76,15 @@ class Accumulate(Link):
         self, g: Leaves, state: LaplaceState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LaplaceState]:
         increment = context.extra.get("curvature")
-        if increment is not None and context.scope.shards is not None:
+        if increment is None:
+            return g, state
+        if context.scope.shards is not None:
             _require_fit_for_shards(increment, context)
-        return g, LaplaceState(accumulated(state.precision, increment))
+        if not isinstance(increment, Precision):
+            raise TypeError(
+                f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
+            )
+        return g, LaplaceState(state.precision.add(increment))
 
     def __str__(self) -> str:
         return "laplace()"

@@ -40,7 +40,7 @@ from bayesopt_chain.posterior.last_layer import (
     unwrapped,
 )
 from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
-from bayesopt_chain.precision import Kronecker, Precision
+from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
 DENSE = (
@@ -171,14 +171,12 @@ class Model:
             raise ValueError("fit_laplace: the loader has no batches")
         return total
 
-    def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> tuple[Pass, Tensor]:
-        is_dense = self.is_linear_gaussian and self.how.structure == "dense"  # then the regression's rows say it
-        if isinstance(estimate, Estimator) and not is_dense:
-            precision, outputs = estimate.with_outputs(self.params, batch)
+    def _looked_at(self, batch: Any, estimate: Estimator) -> tuple[Pass, Tensor]:
+        is_dense = self.is_linear_gaussian and self.how.structure == "dense"
+        if is_dense:  # then the regression's rows say it
+            precision, outputs = None, self.forward(self.params, batch).detach()
         else:
-            precision = None if is_dense else estimate(self.params, batch)
-            with torch.no_grad():
-                outputs = self.forward(self.params, batch)
+            precision, outputs = estimate.with_outputs(self.params, batch)
         with torch.no_grad():
             self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
@@ -326,16 +324,21 @@ def linearized(model: Model, posterior: Gaussian, batch: Any, joint: bool = Fals
     return Outputs(*(x.to(model.dtype) for x in found))
 
 
-def asked(model: Model, who: str, data: Any, answer: Callable[[Any], Any], name: str = "data") -> list[Any]:
+def asked(
+    model: Model, who: str, data: Any, answer: Callable[[Any], Any], name: str = "data", *, is_one: bool = False
+) -> list[Any]:
     """What ``answer`` says of every batch as the last layer sees it.
 
     Raises:
-        ValueError: no batches, or a batch that the model cannot take; ``who`` and ``name`` say where.
+        ValueError: no batches, several where they have to be one, or a batch that the model cannot take; ``who`` and ``name``
+            say where.
     """
     with checks.blaming(who, name):
         found = [answer(model.seen_by_head(batch)) for batch in batches_of(data, model.how.read)]
     if not found:
         raise ValueError(f"{who}: {name} has no batches: pass at least one")
+    if is_one and len(found) > 1:
+        raise ValueError(f"{who}: {name} has {len(found)} batches: pass one")
     return found
 
 
