@@ -51,6 +51,7 @@ direction of the ``n`` elements contains a share of all others there, which is s
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -741,9 +742,9 @@ class Sketch:
     def __init__(self, factors: Sequence[Tensor]) -> None:
         self.rows = list[Tensor]()
         self.weights = torch.cat([x.to(factors[0].device) for x in factors])
-        rows, generator = -(-len(self.weights) // BUCKETS), torch.Generator().manual_seed(0)
-        signs = 1.0 - 2.0 * torch.randint(2, (rows, 1), generator=generator, device="cpu")
-        self.signs = signs.to(self.weights.device)
+        # Python's own generator: no operation of torch draws here, which a mode that counts or replaces draws would see
+        signs = random.Random(0).choices((-1.0, 1.0), k=-(-len(self.weights) // BUCKETS))
+        self.signs = torch.tensor(signs, device=self.weights.device)[:, None]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Take a step, in vectors like the factors."""

@@ -26,7 +26,7 @@ class Probed:
         copies = 2 + len(curvature) * (1 + len(SLOTS) + DRAWS)  # the system as it is, one at rest, and one an impulse
         self.whole = torch.full((copies, len(curvature)), 0.3, dtype=torch.float64, requires_grad=True)
         self.theta = self.whole.data[0]
-        self.optimizer, self.optimizer.heat_guard = make([self.whole]), None  # whose sketches draw signs
+        self.optimizer = make([self.whole])
         self.state = self.optimizer.state[self.whole]
         for _ in range(warmup):  # states come into being; adaptive rules are frozen here
             self.step()
