@@ -19,13 +19,8 @@ with i over all p_g eigenvalues, zeros included. It vanishes where ``delta = sum
 ``gamma_g = sum_i s lambda_gi / (s lambda_gi + delta)`` the number of well determined parameters of a group (MacKay, 1992):
 numerator and denominator are summed over the groups, where a prior of one delta for each tensor has the ratio of each.
 
-Chooses the hyperparameters of a Laplace posterior: by the evidence, which is differentiable, or by held-out loss.
-
-    evidence      maximise  log Z(h)  over positive h, by L-BFGS in log h
-    validation    minimise  loss(h)   over given candidates
-
-The hyperparameters ``h`` mean what the caller's function makes of them: prior precisions, one for each layer, or the noise's
-variance.
+The evidence is maximised over positive hyperparameters h by L-BFGS in log h. They mean what the caller's function makes of
+them: prior precisions, one for each layer, or the noise's variance.
 
 The line search along d from log h = x brackets a step t that decreases f = -log Z enough and flattens its slope (the weak
 Wolfe conditions; Lewis and Overton, 2013),

@@ -249,7 +249,7 @@ def with_estimator(model: Model, first: Any, data: int) -> Model:
 
 
 def matrix_size(model: Model) -> int:
-    """The number of parameters of the largest matrix that is held as a sum over data; 0 where there is none."""
+    """The number of parameters of the matrix that is a sum over data; 0 for a structure that is not one matrix."""
     return size(model.params) if model.how.structure in ("dense", "root") else 0
 
 
