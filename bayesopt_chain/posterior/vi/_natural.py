@@ -59,8 +59,7 @@ from bayesopt_chain.posterior.draw import (
     require_drawn_from,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
-from bayesopt_chain.posterior.vi._families import like_prior
-from bayesopt_chain.posterior.vi._transform import TAKEN, DrawingTransformation
+from bayesopt_chain.posterior.vi._families import TAKEN, DrawingTransformation, like_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
