@@ -357,8 +357,6 @@ class Predictive:
         return self._below(values.expand(shape))
 
     @checks.takes(level=checks.number("(0, 1)"))
-    @at_nodes
-    @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``, in the targets' units; not differentiated.
 
@@ -377,6 +375,12 @@ class Predictive:
             >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
             tensor([[2.]])
         """
+        return self._reached(level)
+
+    @at_nodes
+    @torch.no_grad()
+    def _reached(self, level: float) -> Tensor:
+        """Where the distribution function reaches a level, by bisection."""
         draws, support = self._draws, self._ordered("quantile")
         if draws.dtype != torch.float64 and not TAIL < level < 1 - TAIL:
             # in single precision weights add up to one within 1e-7, which is a tail
