@@ -37,8 +37,8 @@ LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no m
 LEFT_OUT = -100  # transformers' label of a position that does not count
 _CHECKPOINTING = (
     "forward: activation checkpointing computes again in the backward pass, and would do so with the module's own parameters "
-    "in the place of those it is handed; turn it off (model.gradient_checkpointing_disable()), or train by bc.optim, which "
-    "takes the module as it is"
+    "in the place of those it is handed; turn it off (model.gradient_checkpointing_disable()), with all other hooks on saved "
+    "tensors (torch.autograd.graph.save_on_cpu), or train by bc.optim, which takes the module as it is"
 )
 
 
