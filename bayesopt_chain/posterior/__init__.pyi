@@ -1,6 +1,7 @@
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.modules.functional import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
+from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized
 from bayesopt_chain.posterior.evidence import tune_by_evidence
@@ -29,6 +30,7 @@ __all__ = [
     "leave_one_out",
     "linearized",
     "next_labels",
+    "outputs_by_target",
     "probit",
     "softmax_mean",
     "temperature_scaling",

@@ -7,7 +7,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.curvature import ggn
 from bayesopt_chain.likelihoods import Outputs, categorical, gaussian
-from bayesopt_chain.posterior import probit, softmax_mean
+from bayesopt_chain.posterior import outputs_by_target, probit, softmax_mean
 from tests.posterior.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -54,10 +54,8 @@ def test_pixels_have_the_mean_and_covariance_of_brute_force_in_both_layouts(stru
         torch.testing.assert_close(first.posterior.precision.to_dense(), wanted, rtol=1e-9, atol=1e-9)
     covariance = first.posterior.precision.to_dense().inverse()
     wanted = torch.einsum("ntcp,pq,ntdq->ntcd", j, covariance, j).reshape(3, 8, 8, 3, 3)
-    for fitted, is_last, shape in ((first, False, (3, 3, 64, 3, 64)), (behind, True, (3, 64, 3, 64, 3))):
-        mean, found = fitted.outputs(x)
-        mean = mean if is_last else last(mean)
-        found = found.reshape(shape).diagonal(dim1=2 - is_last, dim2=4 - is_last).movedim(-1, 1).reshape(3, 8, 8, 3, 3)
+    for fitted, at_once in ((first, 7), (first, 64), (behind, 16)):
+        mean, found = outputs_by_target(fitted, x, at_once=at_once)
         torch.testing.assert_close(mean, f(kept, x))
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(first.predict(x, method="probit"), behind.predict(x, method="probit"))
@@ -183,6 +181,7 @@ def test_1001_classes_are_predicted_from_variances():
     assert bool(((drawn.var(0) / variance - 1).abs() < 5 * (2 / 4000) ** 0.5).all())
     assert predictive.sample(3).shape == (3, 2)
     torch.testing.assert_close(fitted.module()(x[:2])[1], predictive.variance)
+    torch.testing.assert_close(outputs_by_target(fitted, x[:2])[1], variance)
     again = fitted.load_state_dict(fitted.state_dict()).refit([(x, y)])
     assert bool((again.outputs(x[:2]).covariance < found).all())
 
