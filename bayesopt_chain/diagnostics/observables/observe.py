@@ -221,7 +221,7 @@ class Observed:
         """The covariance of two observables over the target.
 
         Args:
-            a, b: names of observables of which all draws are kept, as of those in ``covariances``.
+            a, b: names of observables of which draws are kept, as of those in ``covariances``.
 
         Returns:
             An estimate of shape ``[*shape of a, *shape of b]``.
@@ -230,7 +230,7 @@ class Observed:
 
     @property
     def traces(self) -> dict[str, Tensor]:
-        """All draws of the observables of which they are kept, by name: ``[chains, draws, *shape]``."""
+        """The draws of the observables of which they are kept, by name: ``[chains, draws, *shape]``."""
         names = self.record.kept
         return {name: self.record.trace(name).reshape(self.chains, -1, *self.record.shapes[name]) for name in names}
 
