@@ -566,7 +566,7 @@ def _norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
     if taps.knows(x):
         return NotImplemented
     y, weight, bias = func(**given), given["weight"], given.get("bias")
-    aligned = tuple(given.get("normalized_shape", (x.shape[1], *[1] * (x.ndim - 2))))
+    aligned = tuple(given.get("normalized_shape", (*x.shape[1:2], *[1] * (x.ndim - 2))))
     scale = None
     if taps.knows(weight):
         normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in given else {})})

@@ -167,6 +167,9 @@ WAYS = {
     "PReLU of one number": lambda: on(nn.PReLU(), 3),
     "PReLU of channels": lambda: on(nn.PReLU(2), 2, 3),
     "grouped Conv2d": lambda: on(nn.Conv2d(2, 2, 2, groups=2, padding="same", padding_mode="circular"), 2, 2, 2),
+    "LayerNorm of a vector": lambda: on(
+        nn.LayerNorm(3), 3, call=lambda layer, x: x * layer(torch.arange(3).to(x).square())
+    ),
     "Linear over positions": lambda: on(nn.Linear(2, 3), 3, 2),
     "grouped Conv1d of several channels": lambda: on(nn.Conv1d(4, 6, 2, groups=2, stride=2), 4, 5),
     "depthwise Conv2d": lambda: on(nn.Conv2d(3, 6, 2, groups=3, bias=False), 3, 3, 2),
