@@ -544,7 +544,7 @@ def observe(
             step = replace(make_step(measured.stacked, tx, inplace=True, observe=watch.seen), loss=loss)
             if capture:
                 about_step = replace(step, observe=None), start, tx.init(start), target.one_batch(width)
-                program = program or record_step(*about_step)
+                program = program or record_step(*about_step, signatures=2)
                 step = Interleaved(**{**vars(step), "watch": watch, "program": program})
             folder = None if path is None else Path(path) / f"chains-{number * width}"
             drawn = sample(

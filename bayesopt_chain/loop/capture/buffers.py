@@ -6,6 +6,7 @@ convert between the two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -228,8 +229,29 @@ class Batch:
             if not same:
                 raise ValueError(
                     f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
-                    "(drop_last=True) and numbers constant, or capture a step for each shape, which hand their results on"
+                    "(drop_last=True) and numbers constant, give capture signatures=2 for a short last batch, or capture again"
                 )
+
+    def has_shapes_of(self, batch: Any) -> bool:
+        """Whether :meth:`check` accepts a batch."""
+        leaves, spec = batches.flatten(batch)
+        try:
+            self.check(leaves, spec)
+        except ValueError:
+            return False
+        return True
+
+    def differs_in_lengths(self, batch: Any) -> bool:
+        """Whether a batch differs from the first one at most in the lengths of the axes of its tensors."""
+        leaves, spec = batches.flatten(batch)
+        return spec == self.spec and all(
+            [
+                torch.is_tensor(x) and (x.ndim, x.dtype, x.device) == (mine.ndim, mine.dtype, mine.device)
+                if torch.is_tensor(mine)
+                else type(x) is type(mine) and x == mine
+                for x, mine in zip(leaves, self.first)
+            ]
+        )
 
     def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
         """Return the tensors of step ``k`` of a call: slice ``k`` along the axis of steps, or the whole batch."""
@@ -287,6 +309,12 @@ class Body:
         self.step, self.steps, self.draws = step, steps, draws
         self.params, self.state = Slots(params), Slots(state)
         self.batch = Batch(batch, steps, batch_dim, self.static)
+
+    def with_batch(self, batch: Any) -> Body:
+        """Return the same step on the same static buffers for batches like this one."""
+        other = copy.copy(self)
+        other.batch = Batch(batch, self.steps, self.batch.dim, self.static)
+        return other
 
     @property
     def static(self) -> list[Tensor]:

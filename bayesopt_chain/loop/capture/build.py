@@ -34,7 +34,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
-from bayesopt_chain.loop.capture.captured import Backend, Captured, Modes, rows_ahead
+from bayesopt_chain.loop.capture.captured import Backend, Captured, Modes, Program, rows_ahead
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded
 from bayesopt_chain.loop.capture.lanes import Lanes
@@ -58,6 +58,7 @@ def capture(
     draws: bool = False,
     clone: bool = False,
     backend: Backend | None = None,
+    signatures: int = 1,
 ) -> Captured:
     """Record a step as a program with the same arguments and results, which runs without the step's Python code.
 
@@ -85,6 +86,8 @@ def capture(
             parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program:
             the capture can take a minute, and pays for long runs of many small chains. Inductor times its kernels to choose
             among them, so nothing else should run on the device meanwhile.
+        signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
+            batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
     Returns:
         A callable with the interface of the step. Temperatures and learning rates that are tensors or schedules may change
@@ -119,6 +122,8 @@ def capture(
             raise TypeError(f"capture: {name} holds a sparse tensor, whose memory cannot be kept: call its to_dense()")
     if batch_dim is not None and steps == 1:
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
+    if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:
+        raise ValueError(f"capture: signatures must be a whole number of at least 1, got {signatures!r}")
     # the caller's step is kept for ``Captured.step``; with epochs the program runs one of row numbers
     given, data = step, batch if isinstance(batch, Epochs) else None
     if data is not None:
@@ -129,30 +134,32 @@ def capture(
     chosen = backend or _fastest_backend(body)
     graphed = chosen == "cuda" or (chosen == "inductor" and _is_on_cuda(body))
 
-    # blocks of lanes take the place of chunks, so that the step is traced without chunks first
-    modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
-    with modes.watching():
-        graph, closed_over = trace(together)
-    if chosen == "inductor" and lanes.suits(together, graph):
-        with suppress(CannotBeRecorded):
-            return Captured(given, together, modes, Lanes(together, graph), chosen, clone, data)
-    if together is not body:  # no lanes: the chunks save memory after all
-        graph, closed_over = trace(body)
-    if graphed:
-        check_devices(graph, body)
-    written = overwritten(graph, closed_over)
-    program: Callable[[list[Tensor]], Sequence[Tensor]]
-    if chosen == "inductor":
-        if graphed and lanes.are_small(body, graph):
-            lane_graph.products(graph)
-        program = Compiled(body, graph, closed_over)
-    elif chosen == "cuda":
-        program = Eager(body, _in_place(step))
-    else:
-        program = Interpreted(body, graph, closed_over)
-    if graphed:
-        program = CudaGraph(body, program, closed_over, written)
-    return Captured(given, body, modes, program, chosen, clone, data)
+    def recorded(body: Body) -> Program:
+        """Trace the step for one shape of batches, and make its replay."""
+        # blocks of lanes take the place of chunks, so that the step is traced without chunks first
+        modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
+        with modes.watching():
+            graph, closed_over = trace(together)
+        if chosen == "inductor" and lanes.suits(together, graph):
+            with suppress(CannotBeRecorded):
+                return Program(together, modes, Lanes(together, graph))
+        if together is not body:  # no lanes: the chunks save memory after all
+            graph, closed_over = trace(body)
+        if graphed:
+            check_devices(graph, body)
+        written = overwritten(graph, closed_over)
+        program: Callable[[list[Tensor]], Sequence[Tensor]]
+        if chosen == "inductor":
+            if graphed and lanes.are_small(body, graph):
+                lane_graph.products(graph)
+            program = Compiled(body, graph, closed_over)
+        elif chosen == "cuda":
+            program = Eager(body, _in_place(step))
+        else:
+            program = Interpreted(body, graph, closed_over)
+        return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
+
+    return Captured(given, recorded(body), chosen, clone, recorded, signatures, data)
 
 
 def _pure(step: Any) -> Callable:

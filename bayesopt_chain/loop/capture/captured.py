@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -57,6 +57,20 @@ class Modes:
             )
 
 
+class Program(NamedTuple):
+    """The recording of a step for one shape of batches.
+
+    Attributes:
+        body: the step on flat lists of tensors. The bodies of all programs of a step share their static buffers.
+        modes: the train or eval mode of the modules that the step called.
+        replay: runs the program: a function of the tensors of a batch that returns those of the report.
+    """
+
+    body: Body
+    modes: Modes
+    replay: Callable[[list[Tensor]], Sequence[Tensor]]
+
+
 class Captured:
     """A captured step; made by :func:`capture` and called like the step.
 
@@ -73,21 +87,19 @@ class Captured:
     def __init__(
         self,
         step: Callable,
-        body: Body,
-        modes: Modes,
-        replay: Callable[[list[Tensor]], Sequence[Tensor]],
+        program: Program,
         backend: Backend,
         clone: bool,
+        record: Callable[[Body], Program],
+        signatures: int,
         data: Epochs | None = None,
     ) -> None:
         self.step = step
-        self._body, self._modes = (
-            body,
-            modes,
-        )  # the step on flat lists of tensors, and the modes of the modules that it called
-        self._replay = replay  # runs the program: a function of the tensors of a batch that returns those of the report
         self._data = data  # the epochs from which the step takes its batches, or None
         self.backend: Backend = backend
+        self._program = program  # the program of the last call
+        self._programs = [program]
+        self._record, self._signatures = record, signatures
         self._clone = clone
         self._lock = threading.Lock()
         # the thread whose call is running; without clone, the only thread that may call
@@ -100,7 +112,8 @@ class Captured:
             params, state: trees with the structure, shapes, dtypes and devices that were captured. They are copied into the
                 static buffers, unless they are the trees that the last call returned.
             batch: the ``bc.epochs`` that was captured, whose position moves on. Otherwise a batch like the one that was
-                captured.
+                captured, or one with other lengths, if ``signatures`` allows it; the step is then recorded for these lengths
+                once.
 
         Returns:
             ``(params, state, info)``. Parameters and state are the static buffers, which the next call overwrites, or with
@@ -147,27 +160,50 @@ class Captured:
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         """Copy the arguments into the static buffers, replay, and collect the results."""
-        self._modes.check()
-        body = self._body
+        self._program.modes.check()
         if self._data is not None:
             if batch is not self._data:
                 raise ValueError(
                     f"capture: the step takes its batches from {self._data!r}, and was given {short(batch)}; give it that one, "
                     "which knows the position, or capture again"
                 )
-            batch = rows_ahead(self._data, body.steps)
-        inputs = body.batch.tensors_of(
-            batch
-        )  # before parameters are copied in, so that a refused batch changes nothing
+            batch = rows_ahead(self._data, self._program.body.steps)
+        try:  # before parameters are copied in, so that a refused batch changes nothing
+            inputs = self._program.body.batch.tensors_of(batch)
+        except ValueError as err:
+            inputs = self._of_another_shape(batch, err)
+        body = self._program.body
         body.params.copy_in(params, "params")
         body.state.copy_in(state, "state")
-        info = body.info(self._replay(inputs))
+        info = body.info(self._program.replay(inputs))
         if self._data is not None:
             self._data.skip(body.steps)
         made: Any = (body.params.as_tree(), body.state.as_tree())
         if self._clone:
             made = optree.tree_map(torch.clone, made)
         return *made, info
+
+    def _of_another_shape(self, batch: Any, refusal: ValueError) -> list[Tensor]:
+        """Choose or record a program for a batch of another shape, and return the tensors of the batch.
+
+        Args:
+            batch: the batch, which the last program does not take.
+            refusal: the error of the last program.
+
+        Raises:
+            ValueError: ``refusal``, if the batch differs in more than lengths, or if ``signatures`` shapes were recorded.
+        """
+        for program in self._programs:
+            if program is not self._program and program.body.batch.has_shapes_of(batch):
+                self._program = program
+                program.modes.check()
+                return program.body.batch.tensors_of(batch)
+        body = self._program.body
+        if len(self._programs) >= self._signatures or not body.batch.differs_in_lengths(batch):
+            raise refusal
+        self._program = self._record(body.with_batch(batch))
+        self._programs.append(self._program)
+        return self._program.body.batch.tensors_of(batch)
 
 
 def rows_ahead(data: Epochs, steps: int) -> Tensor:

@@ -63,7 +63,7 @@ def test_ragged_blocks_equal_stacked_chains_and_results_are_contiguous(small_blo
     chains, params, state = make(n, bc.sghmc(0.1, temperature=temperature))
     x, y = data()
     fast = bc.capture(chains, params, state, (x, y, rows_of(n, 1)[0]))
-    assert isinstance(fast._replay, Lanes) and fast._replay.block == 64
+    assert isinstance(fast._program.replay, Lanes) and fast._program.replay.block == 64
     batches = [(x, y, rows) for rows in rows_of(n, 4)]
     mine, got = follow(chains, fast, (params, state), batches, **CLOSE)
     results: Any = (mine, got.loss)
@@ -102,7 +102,7 @@ def test_several_steps_with_temperatures_of_their_own_and_draws(small_blocks):
     state, rows = chains.init(tx, params, seed=4), rows_of(n, steps)
     batch = (x, y, rows)
     fast = bc.capture(chains, params, state, batch, steps=steps, batch_dim=0, draws=True)
-    assert isinstance(fast._replay, Lanes)
+    assert isinstance(fast._program.replay, Lanes)
     for _ in range(2):
         follow(chains, fast, (params, state), [batch], steps, split=True, **CLOSE)
         temperature.mul_(2.0)  # read anew at every replay
@@ -121,7 +121,7 @@ def test_tables_are_read_where_and_as_they_are_now(small_blocks):
     _, params, _ = make(n)
     state, rows = chains.init(tx, params, seed=5), rows_of(n, 1)[0]
     fast = bc.capture(chains, params, state, rows)
-    assert isinstance(fast._replay, Lanes)
+    assert isinstance(fast._program.replay, Lanes)
     turned: Any = (x * 2).t().contiguous().t()
     elsewhere: Any = x.clone()
     for change in (lambda: table.mul_(3.0), lambda: table.set_(turned), lambda: table.set_(elsewhere)):
@@ -147,7 +147,7 @@ def network(width, n=64):
 def test_small_networks_of_many_chains_run_in_lanes():
     chains, params, state, batch = network(5)
     fast = bc.capture(chains, params, state, batch)
-    assert isinstance(fast._replay, Lanes)
+    assert isinstance(fast._program.replay, Lanes)
     follow(chains, fast, (params, state), [batch] * 3, **CLOSE)
 
 
@@ -159,7 +159,7 @@ def uncompiled(monkeypatch):
 
 def test_large_products_stay_stacked(uncompiled):
     chains, params, state, batch = network(300)
-    assert type(bc.capture(chains, params, state, batch)._replay) is replays.Compiled
+    assert type(bc.capture(chains, params, state, batch)._program.replay) is replays.Compiled
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -209,7 +209,7 @@ def test_what_lanes_cannot_do_keeps_the_old_way(why, uncompiled, monkeypatch):
         )
     x, y = data()
     fast = bc.capture(step, params, state, (x, y, rows_of(n, 1)[0].abs() % N))
-    assert type(fast._replay) is replays.Compiled
+    assert type(fast._program.replay) is replays.Compiled
 
 
 def test_a_chain_sees_its_own_part_of_any_leaf():
@@ -232,7 +232,7 @@ def test_a_program_that_does_more_than_to_call_kernels_stays_stacked(monkeypatch
     monkeypatch.setattr(kernels, "_CALLS", frozenset())  # nothing is known to be harmless
     chains, params, state, batch = network(5)
     fast = bc.capture(chains, params, state, batch)
-    assert isinstance(fast._replay, replays.Compiled)
+    assert isinstance(fast._program.replay, replays.Compiled)
     follow(chains, fast, (params, state), [batch] * 2, **CLOSE)
 
 
@@ -253,7 +253,7 @@ def lanes_of(n: int, mesh: Any = None) -> tuple[list[int], Any, str]:
     fast = bc.capture(chains, params, state, (*data(), rows[0]))
     for k in range(3):
         params, state, _ = fast(params, state, (*data(), rows[k]))
-    return numbers, {name: p.clone() for name, p in params.items()}, type(fast._replay).__name__
+    return numbers, {name: p.clone() for name, p in params.items()}, type(fast._program.replay).__name__
 
 
 def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
