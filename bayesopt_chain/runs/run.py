@@ -429,6 +429,8 @@ def describe(x: Any, depth: int = 0) -> Any:
         return [type(x).__name__, inner(_chosen({n: getattr(x, n) for n in defaults}, defaults))]
     if isinstance(x, Mapping):
         return {str(k): inner(v) for k, v in x.items()}
+    if isinstance(x, (set, frozenset)):  # whose order is another one in every process
+        return sorted(map(str, x))
     if isinstance(x, GradientTransformation) and not isinstance(getattr(x, "transformation", None), type(None)):
         return [type(x).__name__, inner(getattr(x, "transformation"))]  # noqa: B009
     if isinstance(x, (list, tuple)):
