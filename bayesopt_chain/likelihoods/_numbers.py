@@ -148,12 +148,14 @@ class LearnedGaussian(Normal):
         m, s = grouping.split(outputs.mean), grouping.blocks(outputs.covariance)
         s = torch.diag_embed(s) if s.ndim == m.ndim else s
         r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], points)
-        away = r[..., 0] - m[..., 1]
-        gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
-        left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
+        r, tiny = r[..., 0], torch.finfo(s.dtype).tiny
+        gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(tiny)
+        left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0) + tiny
         within, of_means = (m[..., 1] + s[..., 1, 1] / 2).exp(), (m[..., 0], s[..., 0, 0])
-        known = Gaussian(left + r[..., 0].exp())
-        return Predictive(known, m[..., 0] + gain * away, log_weights, None, within, of_means, points)
+        # far out e^r is no number of the dtype, and r is one
+        of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
+        nodes = grouping.join(of_y, outputs.mean.shape[1:])
+        return Predictive(self, nodes, log_weights, None, within, of_means, points)
 
 
 @dataclass(frozen=True, eq=False)
