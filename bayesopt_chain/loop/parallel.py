@@ -383,7 +383,7 @@ VMAP_ERRORS = (  # words of torch's message, and what to say of it
         "the model draws random numbers that no chain's key governs, so that a chain's draws would depend on the "
         "others. Of dropout layers, rand_like and randn_like each chain draws its own once its state has a key: "
         "make_step(loss, tx, buffers=buffers) with the buffers of bc.make_functional, and chains.init(tx, params). "
-        "Anything else that draws (an LSTM's dropout) runs with bc.parallel(step, n, loop=True)",
+        "Anything else that draws (an LSTM's dropout, alpha dropout) runs with bc.parallel(step, n, loop=True)",
     ),
     (
         ("running_mean should contain",),
