@@ -1,4 +1,4 @@
-r"""``observe``: means and covariances of functions of the parameters along chains near a point, without keeping a draw.
+r"""``observe``: means and covariances of functions of the parameters along chains near a point, without keeping parameters.
 
     target           exp(-(L + s |theta - theta*|^2 / 2) / T),   T = 1 / (n beta)
     llc              (E[L] - L(theta*)) / T, the local learning coefficient (Lau et al., 2024)
