@@ -37,8 +37,24 @@ from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.matching import response
 from bayesopt_chain.modules.functional import make_functional, write_back
-from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
-from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
+from bayesopt_chain.optimizers import (
+    SGD,
+    AdaDelta,
+    AdaGrad,
+    Adam,
+    AdaMax,
+    AdamW,
+    RAdam,
+    RMSProp,
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    radam,
+    rmsprop,
+    sgd,
+)
 from bayesopt_chain.posterior import ekf, vi
 from bayesopt_chain.posterior._influence import influence
 from bayesopt_chain.posterior.fit import fit_laplace

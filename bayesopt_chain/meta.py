@@ -2,17 +2,17 @@
 
 import torchopt
 
-from bayesopt_chain.optimizers import functional
-from bayesopt_chain.optimizers.classes import AdaDelta, AdaGrad, AdaMax, RMSProp, optimizer_class
+from bayesopt_chain import optimizers
+from bayesopt_chain.optimizers import AdaDelta, AdaGrad, AdaMax, RMSProp, optimizer_class
 
-MetaSGD = optimizer_class(torchopt.MetaSGD, functional.sgd)
-MetaAdam = optimizer_class(torchopt.MetaAdam, functional.adam)
-MetaAdamW = optimizer_class(torchopt.MetaAdamW, functional.adamw)
-MetaAdaMax = MetaAdamax = optimizer_class(torchopt.MetaAdaMax, functional.adamax)
-MetaRAdam = optimizer_class(torchopt.MetaRAdam, functional.radam)
-MetaAdaGrad = MetaAdagrad = optimizer_class(torchopt.MetaAdaGrad, functional.adagrad)
-MetaRMSProp = MetaRMSprop = optimizer_class(torchopt.MetaRMSProp, functional.rmsprop)
-MetaAdaDelta = MetaAdadelta = optimizer_class(torchopt.MetaAdaDelta, functional.adadelta)
+MetaSGD = optimizer_class(torchopt.MetaSGD, optimizers.sgd)
+MetaAdam = optimizer_class(torchopt.MetaAdam, optimizers.adam)
+MetaAdamW = optimizer_class(torchopt.MetaAdamW, optimizers.adamw)
+MetaAdaMax = MetaAdamax = optimizer_class(torchopt.MetaAdaMax, optimizers.adamax)
+MetaRAdam = optimizer_class(torchopt.MetaRAdam, optimizers.radam)
+MetaAdaGrad = MetaAdagrad = optimizer_class(torchopt.MetaAdaGrad, optimizers.adagrad)
+MetaRMSProp = MetaRMSprop = optimizer_class(torchopt.MetaRMSProp, optimizers.rmsprop)
+MetaAdaDelta = MetaAdadelta = optimizer_class(torchopt.MetaAdaDelta, optimizers.adadelta)
 Adadelta, Adagrad, Adamax, RMSprop = AdaDelta, AdaGrad, AdaMax, RMSProp
 
 __all__ = [

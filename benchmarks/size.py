@@ -22,7 +22,7 @@ PACKAGE = "bayesopt_chain"
 ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {  # the aim, and where it is
     "chain": (1050, ("core", "matching")),
     "links": (1300, ("links", "compose.py", "schedules.py")),
-    "samplers": (1050, ("samplers", "optimizers")),
+    "samplers": (1050, ("samplers", "optimizers.py")),
     "engine": (1900, ("engine", "fused", "loop/capture", "capture")),
     "random": (500, ("random",)),
     "optim": (1150, ("optim",)),

@@ -33,7 +33,7 @@ from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
 from bayesopt_chain.ensemble.training import Problem, Tensors, held_out_outputs
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.optimizers.functional import sgd
+from bayesopt_chain.optimizers import sgd
 from bayesopt_chain.samplers.splittings import baoab
 from bayesopt_chain.schedules import polynomial
 

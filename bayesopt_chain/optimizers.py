@@ -6,19 +6,31 @@ over ``N`` data. Signatures are TorchOpt 0.7.3's, followed by keyword-only ``tem
 learned, ``freeze_after``.
 
 Learning rates may be numbers, 0-d tensors (read at every update) or schedules ``count -> lr``; temperatures likewise.
+
+The classes, ``SGD(params, lr, ...)``, differ from TorchOpt's functions in argument order and defaults (``SGD`` takes weight
+decay before dampening, ``AdaMax`` has lr 0.002). Each has the signature of its namesake, read from it, and then keyword-only
+``temperature`` (and ``freeze_after`` where a preconditioner is learned).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import optree
+import torch
+import torchopt
 from torch import Tensor
 
-from bayesopt_chain.checks import factory_takes, number, short
+from bayesopt_chain import checks
+from bayesopt_chain.checks import ARGUMENTS, factory_takes
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
@@ -27,7 +39,7 @@ from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and
 from bayesopt_chain.matching.response import Noise
 from bayesopt_chain.schedules import ScalarOrSchedule
 
-_NUMBER = number(tensor=True)
+_FROM_ZERO = checks.number("[0, inf]", tensor=True)  # what TorchOpt accepts
 
 
 @factory_takes()
@@ -79,7 +91,7 @@ def sgd(
     )
 
 
-@factory_takes()
+@factory_takes(betas=ARGUMENTS["betas"])
 def adam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -125,7 +137,6 @@ def adam(
             scale_by_neg_lr(0.001),
         )
     """
-    _betas(betas)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay, maximize),
         scale_by_adam(*betas, eps, eps_root, moment_requires_grad, freeze_after=freeze_after),
@@ -134,7 +145,7 @@ def adam(
     )
 
 
-@factory_takes()
+@factory_takes(betas=ARGUMENTS["betas"])
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -174,7 +185,6 @@ def adamw(
         >>> tx.update({"w": torch.zeros(1), "b": torch.zeros(1)}, tx.init(p), params=p, inplace=False)[0]["b"]
         tensor([-0.])
     """
-    _betas(betas)
     return chain(
         flip_sign_and_add_weight_decay(0.0, maximize),
         scale_by_adam(*betas, eps, eps_root, moment_requires_grad, freeze_after=freeze_after),
@@ -184,7 +194,7 @@ def adamw(
     )
 
 
-@factory_takes()
+@factory_takes(betas=ARGUMENTS["betas"])
 def adamax(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -223,7 +233,6 @@ def adamax(
             scale_by_neg_lr(0.01),
         )
     """
-    _betas(betas)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay),
         scale_by_adamax(*betas, eps, moment_requires_grad, freeze_after=freeze_after),
@@ -232,7 +241,7 @@ def adamax(
     )
 
 
-@factory_takes()
+@factory_takes(betas=ARGUMENTS["betas"])
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -271,7 +280,6 @@ def radam(
             scale_by_neg_lr(0.01),
         )
     """
-    _betas(betas)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay),
         scale_by_radam(*betas, eps, moment_requires_grad, freeze_after=freeze_after),
@@ -315,8 +323,8 @@ def adagrad(
         >>> bc.adagrad(0.1).links[-1]
         Scale(step_size=0.1, sign=-1)
     """
-    _nonnegative("lr_decay", lr_decay)
-    _nonnegative("initial_accumulator_value", initial_accumulator_value)
+    _FROM_ZERO("adagrad: lr_decay", lr_decay)
+    _FROM_ZERO("adagrad: initial_accumulator_value", initial_accumulator_value)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay, maximize),
         scale_by_rss(initial_accumulator_value, eps, freeze_after=freeze_after),
@@ -370,7 +378,7 @@ def rmsprop(
             scale_by_neg_lr(0.01),
         )
     """
-    _nonnegative("alpha", alpha)
+    _FROM_ZERO("rmsprop: alpha", alpha)
     scaler = scale_by_stddev if centered else scale_by_rms
     return chain(
         flip_sign_and_add_weight_decay(weight_decay, maximize),
@@ -420,20 +428,14 @@ def adadelta(
     )
 
 
+@dataclass(frozen=True)
 class _InverseTimeDecay:
     """``count -> 1 / (1 + decay_rate * count)``, AdaGrad's schedule in TorchOpt."""
 
-    def __init__(self, decay_rate: float) -> None:
-        self.decay_rate = decay_rate
+    decay_rate: float
 
-    def __call__(self, count: Tensor):
+    def __call__(self, count: Tensor) -> Tensor:
         return 1 / (1 + self.decay_rate * count)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _InverseTimeDecay) and other.decay_rate == self.decay_rate
-
-    def __hash__(self) -> int:
-        return hash(self.decay_rate)
 
 
 def _noise(temperature: ScalarOrSchedule) -> tuple[Chain, ...]:
@@ -442,16 +444,127 @@ def _noise(temperature: ScalarOrSchedule) -> tuple[Chain, ...]:
     return (link,) if isinstance(link.response, Noise) else ()
 
 
-def _betas(betas: tuple[float, float]) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas must be two numbers, got {short(betas)}")
-    for i, beta in enumerate(betas):
-        _NUMBER(f"betas[{i}]", beta, ranges=False)
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}; it must lie in [0, 1)")
+DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_chain.optim.{torchs}`).
+
+    The chain is :func:`bayesopt_chain.{function}`.
+
+    Args:
+        params: an iterable of tensors.
+        lr and the others: TorchOpt's, in TorchOpt's order, with the meaning of :func:`bayesopt_chain.{function}`.
+        temperature: keyword only; number, 0-d tensor or schedule. Default 0, at which this is TorchOpt's class bit for bit.
+
+    Raises:
+        ValueError: as :func:`bayesopt_chain.{function}`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> w = torch.zeros(2, requires_grad=True)
+        >>> optimizer = bc.{name}([w], lr=0.1)
+        >>> (w - 1).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((w > 0).all())
+        True
+    """
+TORCHS = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}  # spelled otherwise
+META = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
+
+    Args:
+        module: whose parameters are replaced by their update in each ``step(loss)``, which keeps the graph.
+        lr and the others: TorchOpt's, in TorchOpt's order, with the meaning of :func:`bayesopt_chain.{function}`.
+        temperature: keyword only; number, 0-d tensor or schedule. Default 0, at which this is TorchOpt's class bit for bit.
+
+    Raises:
+        ValueError: as :func:`bayesopt_chain.{function}`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> network = torch.nn.Linear(2, 1)
+        >>> optimizer = bc.meta.{name}(network, lr=0.1)
+        >>> optimizer.step(network(torch.ones(2)).square().sum())
+    """
 
 
-def _nonnegative(name: str, value: float) -> None:
-    _NUMBER(name, value, ranges=False)
-    if not value >= 0.0:
-        raise ValueError(f"Invalid {name} value: {value}; it must not be negative")
+class _Optimizer(torchopt.Optimizer):
+    """TorchOpt's, with its state from the start."""
+
+    def add_param_group(self, params: Any) -> None:
+        super().add_param_group(params)
+        _require_one_rank(self)
+        self.state_groups[-1] = self.impl.init(self.param_groups[-1])
+
+
+class _MetaOptimizer(torchopt.MetaOptimizer):
+    """TorchOpt's, with its state from the start, so that extracting and recovering it replays the noise."""
+
+    def add_param_group(self, module: torch.nn.Module) -> None:
+        super().add_param_group(module)
+        _require_one_rank(self)
+        self.state_groups[-1] = self.impl.init(tuple(optree.tree_leaves(self.param_containers_groups[-1])))  # pyright: ignore[reportArgumentType]
+
+
+def _require_one_rank(optimizer: torchopt.Optimizer | torchopt.MetaOptimizer) -> None:
+    """Refuse noise on several ranks: these classes, like TorchOpt's, have no argument that says what a rank is.
+
+    Raises:
+        ValueError: a temperature, and more than one rank.
+    """
+    name = type(optimizer).__name__
+    torchs = f"bc.optim.{TORCHS.get(name, name)}"
+    for link in getattr(optimizer.impl, "links", ()):
+        if isinstance(link, Keyed):
+            require_named_chain(f"bc.{name}", link.generator, f"take {torchs} with")
+
+
+LARGEST = 1e15  # of a hyperparameter: beyond it the squares of float32 are infinite
+_PARAMS = checks.Kind(
+    lambda x: isinstance(x, (list, tuple)) and checks.TREE.fits(x), "tensors, one at least, in a list or an iterator"
+)
+
+
+def optimizer_class(namesake: type, build: Callable) -> type:
+    """A class like ``namesake`` whose transformation is made by ``build``."""
+    is_meta, name = issubclass(namesake, torchopt.MetaOptimizer), namesake.__name__
+    base = _MetaOptimizer if is_meta else _Optimizer
+    theirs = inspect.signature(namesake.__init__)
+    ours = [p for name, p in inspect.signature(build).parameters.items() if name in ("temperature", "freeze_after")]
+    signature = theirs.replace(parameters=[*theirs.parameters.values(), *ours], return_annotation=None)
+
+    def __init__(self, *args, **kwargs) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = list(bound.arguments.values())
+        target: Any = given[1]
+        if is_meta:
+            checks.require(name, module=(target, checks.MODULE))
+        else:
+            target = target if isinstance(target, (list, tuple)) or not checks.BATCHES.fits(target) else tuple(target)
+            checks.require(name, params=(target, _PARAMS))
+        settings = dict(list(bound.arguments.items())[2:])
+        for word, value in settings.items():
+            if isinstance(value, (int, float)) and abs(value) > LARGEST:
+                raise ValueError(f"{name}: {word} must be at most {LARGEST:g}, got {checks.short(value)}")
+        base.__init__(self, target, build(**settings))
+
+    __init__.__signature__ = signature
+    template = META if is_meta else DOC
+    doc = template.format(name=name, function=build.__name__, torchs=TORCHS.get(name, name))
+    return type(
+        namesake.__name__,
+        (base,),
+        {
+            "__init__": __init__,
+            "__doc__": doc,
+            "__module__": "bayesopt_chain.meta" if is_meta else "bayesopt_chain",
+            "__qualname__": namesake.__name__,
+        },
+    )
+
+
+SGD = optimizer_class(torchopt.SGD, sgd)
+Adam = optimizer_class(torchopt.Adam, adam)
+AdamW = optimizer_class(torchopt.AdamW, adamw)
+AdaMax = optimizer_class(torchopt.AdaMax, adamax)
+RAdam = optimizer_class(torchopt.RAdam, radam)
+AdaGrad = optimizer_class(torchopt.AdaGrad, adagrad)
+RMSProp = optimizer_class(torchopt.RMSProp, rmsprop)
+AdaDelta = optimizer_class(torchopt.AdaDelta, adadelta)

@@ -1,1 +1,0 @@
-"""TorchOpt's optimizers with a temperature: functions in ``functional``, classes in ``classes``."""
