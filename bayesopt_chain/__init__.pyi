@@ -36,7 +36,7 @@ from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.matching import response
-from bayesopt_chain.modules.functional import make_functional, write_back
+from bayesopt_chain.modules import make_functional, write_back
 from bayesopt_chain.optimizers import (
     SGD,
     AdaDelta,

@@ -57,7 +57,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     twice_over_once,
 )
 from bayesopt_chain.loop.loss import value
-from bayesopt_chain.modules.functional import as_batches
+from bayesopt_chain.modules import as_batches
 from bayesopt_chain.trees import flatten, unflatten
 
 if TYPE_CHECKING:

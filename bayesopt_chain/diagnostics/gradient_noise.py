@@ -47,7 +47,7 @@ from bayesopt_chain import checks, curvature
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import gradient, value
-from bayesopt_chain.modules.functional import as_batches
+from bayesopt_chain.modules import as_batches
 from bayesopt_chain.trees import flatten, gram, require_like, unflatten
 
 SEEDS = 16  # of a loss that draws random numbers

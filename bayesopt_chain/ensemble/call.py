@@ -22,7 +22,7 @@ from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._likelihood import REAL
-from bayesopt_chain.modules.batch_norm import unshared_statistics
+from bayesopt_chain.modules import unshared_statistics
 from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "

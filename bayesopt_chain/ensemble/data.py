@@ -25,7 +25,7 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._numbers import LearnedGaussian, StudentT
-from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
+from bayesopt_chain.modules import Reader, as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
@@ -44,7 +44,7 @@ class Data(NamedTuple):
 
     def of(self, module: nn.Module) -> tuple[Data, bool]:
         """The data as this module is to see them, and whether its labels had to be moved to the next token's
-        (:class:`bayesopt_chain.modules.functional.Reader`)."""
+        (:class:`bayesopt_chain.modules.Reader`)."""
         if self.raw is None:
             return self, False
         read = Reader(module)

@@ -18,7 +18,7 @@ from bayesopt_chain.ensemble.members import MAKER, Members, copy_of, described, 
 from bayesopt_chain.ensemble.stages import damage_named
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive
-from bayesopt_chain.modules.functional import arguments_of, as_pair, write_back
+from bayesopt_chain.modules import arguments_of, as_pair, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
+from bayesopt_chain.modules import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
 from bayesopt_chain.runs.run import describe
 
 BatchNorm = nn.modules.batchnorm._BatchNorm

@@ -33,7 +33,7 @@ from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.loss import gradient
-from bayesopt_chain.modules.functional import Tensors, one_by_one
+from bayesopt_chain.modules import Tensors, one_by_one
 from bayesopt_chain.random.model_draws import model_draws, seeded
 from bayesopt_chain.random.stream import chain_seed, new_key
 

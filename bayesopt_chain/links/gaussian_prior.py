@@ -32,7 +32,7 @@ from bayesopt_chain.core.link import HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, params_of, require_first
 from bayesopt_chain.matching.response import Linear, Response
-from bayesopt_chain.modules.functional import inner_of
+from bayesopt_chain.modules import inner_of
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import copied, paths_of
 

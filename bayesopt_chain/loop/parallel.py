@@ -23,7 +23,7 @@ from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, unshared, value
 from bayesopt_chain.loop.step import Step
-from bayesopt_chain.modules.batch_norm import unshared_statistics
+from bayesopt_chain.modules import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.model_draws import seeded
 from bayesopt_chain.random.stream import is_keyed, keyed

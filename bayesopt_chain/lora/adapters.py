@@ -27,7 +27,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.lora.loss import largest_label, require_known
-from bayesopt_chain.modules.functional import (
+from bayesopt_chain.modules import (
     LEFT_OUT,
     Reader,
     in_mode,

@@ -53,7 +53,7 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
-from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, in_mode, inner_of, write_back
+from bayesopt_chain.modules import LEFT_OUT, arguments_of, in_mode, inner_of, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bayesopt_chain import checks
-from bayesopt_chain.modules.functional import LEFT_OUT, logits_of, next_labels
+from bayesopt_chain.modules import LEFT_OUT, logits_of, next_labels
 
 
 def largest_label(who: str, targets: Tensor) -> int:

@@ -20,7 +20,7 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import is_flattened, is_replicated
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.loop.loss import Info, detach
-from bayesopt_chain.modules.functional import inner_of
+from bayesopt_chain.modules import inner_of
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.random.stream import new_key, seed_of

@@ -1,5 +1,5 @@
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
-from bayesopt_chain.modules.functional import next_labels
+from bayesopt_chain.modules import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out

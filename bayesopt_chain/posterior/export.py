@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
-from bayesopt_chain.modules.functional import copied, logits_of, write_back
+from bayesopt_chain.modules import copied, logits_of, write_back
 from bayesopt_chain.posterior._linearized import of_affine
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import Features, seen_by

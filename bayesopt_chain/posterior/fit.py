@@ -26,7 +26,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
-from bayesopt_chain.modules.functional import Reader, peeked
+from bayesopt_chain.modules import Reader, peeked
 from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.evidence import OF_PRIOR, by_output, require_prior_structure, spectra, tuned
 from bayesopt_chain.posterior.export import LinearizedHead

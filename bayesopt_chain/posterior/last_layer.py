@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature._plan import Affine, batch_size, part
-from bayesopt_chain.modules.functional import Forward, inner_of
+from bayesopt_chain.modules import Forward, inner_of
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import flatten, unflatten
 

@@ -26,7 +26,7 @@ from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules.functional import as_pair, logits_of, make_functional, require_eval, with_progress
+from bayesopt_chain.modules import as_pair, logits_of, make_functional, require_eval, with_progress
 from bayesopt_chain.posterior._linearized import linearized_by
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import (

@@ -26,7 +26,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules.functional import (
+from bayesopt_chain.modules import (
     Reader,
     arguments_of,
     as_batches,

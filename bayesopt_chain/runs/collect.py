@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import mesh_of, world
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.modules.functional import in_mode, inner_of, logits_of, make_functional
+from bayesopt_chain.modules import in_mode, inner_of, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same

@@ -26,8 +26,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike, require_one_axis
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.loop.parallel import unstack
-from bayesopt_chain.modules.batch_norm import statistics
-from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional, one_by_one
+from bayesopt_chain.modules import inner_of, logits_of, make_functional, one_by_one, statistics
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of

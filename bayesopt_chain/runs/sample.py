@@ -30,7 +30,7 @@ from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_ob
 from bayesopt_chain.distributed.shards import mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.parallel import Parallel, seeded_state
-from bayesopt_chain.modules.functional import with_progress
+from bayesopt_chain.modules import with_progress
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, chain_of, of_one_chain, uncaptured
 from bayesopt_chain.runs.store import Store, place_of

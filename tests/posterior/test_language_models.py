@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
-from bayesopt_chain.modules.functional import Reader
+from bayesopt_chain.modules import Reader
 from bayesopt_chain.posterior import fit
 
 transformers = pytest.importorskip("transformers")
