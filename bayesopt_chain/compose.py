@@ -15,11 +15,10 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation,
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
-from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
-from bayesopt_chain.links.wrapper import keywords_of
+from bayesopt_chain.links.wrapper import Foreign, keywords_of
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear, Response
 from bayesopt_chain.trees import broadcast_prefix
 

@@ -21,8 +21,7 @@ from bayesopt_chain.core.link import Link, LinkContext, LinkScope
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
-from bayesopt_chain.engine.engine import Engine
-from bayesopt_chain.engine.runs import engines
+from bayesopt_chain.engine.engine import Engine, engines
 from bayesopt_chain.matching.noise_inputs import NoiseInput, match
 from bayesopt_chain.matching.response import Noise, Preconditioner
 from bayesopt_chain.trees import paths_of

@@ -5,9 +5,10 @@ To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and 
 """
 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
-from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
 from bayesopt_chain.curvature._products import (
+    CGInfo,
+    cg,
     fvp,
     ggnvp,
     hvp,

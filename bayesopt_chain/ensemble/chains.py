@@ -34,7 +34,7 @@ from bayesopt_chain.ensemble.training import Problem, Tensors, held_out_outputs
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers import sgd
-from bayesopt_chain.samplers.splittings import baoab
+from bayesopt_chain.samplers.langevin import baoab
 from bayesopt_chain.schedules import polynomial
 
 STEP, MOMENTUM = 0.9, 0.95  # h sqrt(k), and exp(-friction h)

@@ -34,9 +34,8 @@ from bayesopt_chain.links.wrapper import Weighted, unwrapped, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach, unshared
+from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach, monitored, unshared
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
-from bayesopt_chain.loop.monitor import monitored
 from bayesopt_chain.random.model_draws import model_draws
 from bayesopt_chain.trees import all_finite, found_finite
 

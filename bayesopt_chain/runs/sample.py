@@ -28,7 +28,7 @@ from bayesopt_chain._torch import is_dtensor, is_replicated, local, whole
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, world
 from bayesopt_chain.distributed.shards import mean_everywhere
-from bayesopt_chain.loop import monitor
+from bayesopt_chain.loop.loss import temperature
 from bayesopt_chain.loop.parallel import Parallel, seeded_state
 from bayesopt_chain.modules import with_progress
 from bayesopt_chain.runs.draws import Draws
@@ -506,7 +506,7 @@ def temperature_of(step: Any, state: Any) -> float:
         return float(max(told) if each is None else each.max())
     try:
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        return float(monitor.temperature(getattr(inner, "tx", None), state, zero).max())
+        return float(temperature(getattr(inner, "tx", None), state, zero).max())
     except (RuntimeError, TypeError, ValueError):  # a schedule of stacked counts, or no chain
         return 0.0
 

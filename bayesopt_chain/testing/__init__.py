@@ -6,10 +6,15 @@ samples, and ``variance_along`` for what it samples at every step of a schedule;
 is right.
 """
 
-from bayesopt_chain.testing._laws import LAWS, assert_composes, assert_laws
+from bayesopt_chain.testing._laws import (
+    LAWS,
+    assert_bitwise_equal,
+    assert_composes,
+    assert_laws,
+    assert_zero_temperature_limit,
+)
 from bayesopt_chain.testing._linear_system import NormalProbe, Unstable, stationary_covariance, variance_along
 from bayesopt_chain.testing._simulated import Calibration, sbc
-from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
 
 __all__ = [
     "LAWS",

@@ -12,7 +12,7 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain.core.op import IN_PLACE, owned
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
-from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from bayesopt_chain.testing._laws import example_params, run, smooth_gradient
 from tests.walk import end_of
 
 T = 0.3

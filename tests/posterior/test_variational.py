@@ -29,7 +29,7 @@ from bayesopt_chain.precision import (
 )
 from bayesopt_chain.random.stream import Variables, leaf_numbers
 from bayesopt_chain.testing import assert_bitwise_equal
-from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from bayesopt_chain.testing._laws import example_params, run, smooth_gradient
 from tests.posterior.conftest import FILTERS, filter_of, moments
 from tests.registry import POSTERIORS
 from tests.registry.samplers import COUPLED

@@ -267,7 +267,7 @@ def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private
     """torch's own folder is known to everybody, in a folder where everybody can make it first."""
     from torch._inductor.codecache import CacheBase
 
-    from bayesopt_chain.loop.capture.cache import keyed_cache
+    from bayesopt_chain.loop.capture.replays import keyed_cache
 
     names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
     shared = tmp_path / "torchinductor_someone"

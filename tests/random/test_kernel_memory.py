@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from bayesopt_chain.data import row_numbers
+from bayesopt_chain.data import index_stream
 from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.random.compiled import require_memory
 from bayesopt_chain.random.philox_cpu import normals_kernel
@@ -55,11 +55,11 @@ def gather(lanes=None, table=None):
 
 
 def permuted(n=6, memory=None):
-    row_numbers.permutations(3, n, 2, 3, 0, 0, memory)
+    index_stream.permutations(3, n, 2, 3, 0, 0, memory)
 
 
 def subset(n=6):
-    row_numbers.subsets(3, n, 6, 0, 0)
+    index_stream.subsets(3, n, 6, 0, 0)
 
 
 def langevin(**change):

@@ -229,7 +229,7 @@ def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
 
 
 def test_ubu_keeps_its_noise_exact_at_small_and_large_steps():
-    from bayesopt_chain.samplers.splittings import ubu_noise
+    from bayesopt_chain.samplers.langevin import ubu_noise
 
     for x in (1e-6, 1e-3, 0.3, 0.999, 1.001, 5.0):
         a, b, c = ubu_noise(x, 1.0)

@@ -13,7 +13,7 @@ from bayesopt_chain import schedules as s
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.samplers.microcanonical import Metric, freshness
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
-from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from bayesopt_chain.testing._laws import example_params, run, smooth_gradient
 from tests.registry.samplers import thermostat_probe
 from tests.samplers.transfer import QUARTIC, fitted_slope
 from tests.walk import average, end_of, variances

@@ -31,7 +31,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.links.foreign import Foreign
+from bayesopt_chain.links.wrapper import Foreign
 from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.captured import Backend, Captured, Modes, Program, rows_ahead
