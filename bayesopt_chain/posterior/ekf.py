@@ -1,4 +1,8 @@
-r"""What the extended Kalman filters remember, and one prediction and one update of it.
+r"""The extended Kalman filter as a gradient transformation: every batch is an observation, the update moves the mean.
+
+The batch's log-likelihood, weighed by lr, is linearised at the mean; its rows and the gradient condition the Gaussian that the
+state remembers. On linear Gaussian models the dense filter is exact: one pass at lr = 1 is then the Bayesian posterior,
+whatever the batches. The extended filter: Jazwinski (1970); as natural gradient: Ollivier (2018).
 
 Parameters move and may be forgotten, theta_t = theta_{t-1} + w, w ~ N(0, diag(q)). With the information (inverse covariance)
 Lambda, the batch's rows r (so that ``sum r r^T`` is its Fisher information) and its force f, all weighed by lr,
@@ -43,7 +47,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -51,27 +55,48 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
+from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.curvature._chunks import pullback
 from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._likelihood import Elementwise
-from bayesopt_chain.posterior.gaussian import times
-from bayesopt_chain.precision import (
-    Cholesky,
-    Diagonal,
-    LowRank,
-    Precision,
-    Woodbury,
-    flatten,
-    shape_only,
-    unflatten,
+from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.posterior.draw import warn_of_rounding
+from bayesopt_chain.posterior.gaussian import (
+    Alone,
+    Gaussian,
+    PosteriorTransformation,
+    require_numbers,
+    require_these,
+    require_values,
+    times,
 )
+from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, Woodbury, flatten, shape_only, unflatten
 from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.tracing import is_transformed
-from bayesopt_chain.trees import Tree, combine, common_dtype, gram, inner, paths, project, size, upcast
+from bayesopt_chain.schedules import is_number, is_schedule
+from bayesopt_chain.tracing import is_readable, is_transformed
+from bayesopt_chain.trees import (
+    Tree,
+    combine,
+    common_dtype,
+    copied,
+    gram,
+    inner,
+    paths,
+    paths_of,
+    project,
+    size,
+    spread,
+    upcast,
+)
 
+__all__ = ["KalmanFilter", "Observation", "dense", "diagonal", "low_rank", "observe"]
+
+Number = float | Tensor | Callable[[Tensor], Any]
+WEIGHT = checks.number("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
+PRIOR = checks.POSTERIOR.or_none()
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
 
@@ -251,24 +276,21 @@ def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
     return mine
 
 
-def of_moving(known: Observation, moves: list[bool]) -> Observation:
-    """What is known of the leaves that move, the others being fixed: the rows of a fixed leaf are zero."""
-    force = known.force and [x if m else torch.zeros_like(x) for x, m in zip(known.force, moves)]
-    rows = [row if m else torch.zeros_like(row) for row, m in zip(known.rows, moves)]
-    return known._replace(rows=rows, force=force)
-
-
 def weighed(known: Observation, g: list, leaves: list[Tensor], lr: float | Tensor) -> Observation:
-    """The batch times lr: its rows and innovations times lr^1/2, its force ``-lr B g`` unless it brought one."""
-    is_one = not isinstance(lr, Tensor) and lr == 1
-    force = known.force
+    """The batch times lr: its rows and innovations times lr^1/2, its force ``-lr B g`` unless it brought one.
+
+    A leaf without a gradient is fixed, and its rows and its force are zero.
+    """
+
+    def of_moving(xs: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros_like(x) if slope is None else x for x, slope in zip(xs, g)]
+
+    force = known.force and of_moving(known.force)
     if known.innovation is None and force is None:
         force = [torch.zeros_like(p) if x is None else -times(x, known.seen) for x, p in zip(g, leaves)]
-    if is_one:
-        return known._replace(force=force)
     root = lr.sqrt() if isinstance(lr, Tensor) else math.sqrt(lr)
     return known._replace(
-        rows=[times(row, root) for row in known.rows],
+        rows=[times(row, root) for row in of_moving(known.rows)],
         innovation=None if known.innovation is None else times(known.innovation, root),
         force=None if force is None else [times(x, lr) for x in force],
         log_likelihood=None if known.log_likelihood is None else known.log_likelihood * lr,
@@ -317,33 +339,61 @@ class LowRankFilterState(NamedTuple):
     tally: Tally
 
 
-Updated = tuple[list[Tensor], Any, Tensor, Tensor]
+Conditioned = tuple[list[Tensor], Any, Tensor, Tensor]
 
 
-class Structure(ABC):
-    """A form in which a filter holds its information. Leaves are the parameters that are present."""
+@dataclass(frozen=True)
+class Filter(Alone, Link, ABC):
+    """A link that holds the information in some form. Leaves are the parameters that are present."""
 
-    name: str
-    state: type
+    lr: Number = 1.0
+    prior: Gaussian | None = field(default=None, hash=False, compare=False)
+    prior_precision: Any = field(default=1.0, hash=False, compare=False)
+    transition_noise: Any = field(default=0.0, hash=False, compare=False)
+    forgetting: float | Tensor = 1.0
+    traits = Traits(
+        on_shards="refused",
+        refusal_hint=" (bc.vi.mean_field and bc.vi.ivon take them)",
+        needs_params=True,
+        checks_gradients=True,
+        all_leaves=True,
+    )
+    instead = "the likelihood's weight is lr=, and a prior is prior_precision= or prior="
+
+    def __post_init__(self) -> None:
+        if self.prior is not None and not self._is_default("prior_precision", 1.0):
+            raise ValueError(f"{self.name}: prior has a precision of its own: leave prior_precision out")
+
+    @property
+    def response(self) -> Response:
+        return Refused("a filter carries its own noise; give it as transition_noise=")
+
+    @property
+    def extra_kwargs(self) -> frozenset[str]:
+        return frozenset({"curvature", "loss", "lr", "transition_noise"})
+
+    @property
+    def required_kwargs(self) -> frozenset[str]:
+        return frozenset({"curvature"})
 
     @abstractmethod
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
         """The state of a prior.
 
         Raises:
-            ValueError: a prior that this structure cannot hold.
+            ValueError: a prior that this form cannot hold.
         """
 
     @abstractmethod
-    def forget(self, state: Any, forgetting: float | Tensor) -> Any:
-        """The state with the information times a number."""
+    def forget(self, state: Any) -> Any:
+        """The state with the information times ``forgetting``."""
 
     @abstractmethod
     def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> Any:
         """The state after a random walk of the parameters, whose variances are like the leaves."""
 
     @abstractmethod
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
+    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         """What a weighed batch makes of a predicted state.
 
         Returns:
@@ -356,16 +406,94 @@ class Structure(ABC):
         return new
 
     @abstractmethod
+    def shapes(self, state: Any) -> list | int:
+        """The parameters' shapes that the state remembers, or their number."""
+
+    @abstractmethod
     def precision(self, state: Any, params: Any) -> Precision:
         """Lambda over the tree of params."""
 
-    def shapes(self, state: Any) -> list | int:
-        """The parameters' shapes that the state remembers, or their number."""
-        return [x.shape for x in state[0]]
+    def init(self, leaves: list, context: LinkContext) -> Any:
+        params = context.tree(leaves)
+        checks.samplable(leaves, context.paths)
+        checks.with_values("ekf", "params", leaves, context.paths)
+        device = leaves[0].device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        if not is_schedule(self.transition_noise):
+            self._noise(self.transition_noise, count, params)
+        return self.start(self._prior(params), upcast(leaves), Tally(zero, count, zero.clone(), zero.clone()))
+
+    def _prior(self, params: Any) -> Precision:
+        """The precision to start from."""
+        if self.prior is not None:
+            require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
+            return self.prior.precision
+        values = self._numbers(self.prior_precision, params, "prior_precision")
+        tree = optree.tree_unflatten(optree.tree_structure(params), values)
+        return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
+
+    def _noise(self, value: Any, updates: Tensor, params: Any) -> list[Tensor] | None:
+        """Variances of the random walk before update number ``updates``, like the leaves of ``params``."""
+        value = value(updates) if is_schedule(value) else value
+        if is_number(value) and value == 0:
+            return None
+        return self._numbers(value, params, "transition_noise", zero=True)
+
+    def _numbers(self, value: Any, params: Any, what: str, zero: bool = False) -> list[Tensor]:
+        """Finite numbers above 0, or ``zero``, like the leaves of ``params``."""
+        given = spread(value, params, f"{self.name}: {what}")
+        out = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
+        require_numbers(out, params, f"{self.name}: {what}", zero=zero)
+        return out
+
+    def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
+        leaves, moving = upcast(context.params), [x is not None for x in g]
+        params = context.tree(leaves)
+        lr = self._lr(context.extra.get("lr", self.lr), state.tally.updates)
+        noise = context.extra.get("transition_noise", self.transition_noise)
+        noise = self._noise(noise, state.tally.updates, params)
+        predicted = state if self._is_default("forgetting", 1.0) else self.forget(state)
+        predicted = predicted if noise is None else self.walk(predicted, noise, leaves)
+        batch = weighed(information(context, self.name), upcast(g), leaves, lr)
+        moves, new, growth, misfit = self.condition(predicted, batch, leaves)
+        gained, scored = evidence(batch, growth, misfit)
+        seen, updates, log_evidence, known_of = state.tally
+        tally = Tally(seen + batch.seen, updates + 1, log_evidence + gained, known_of + scored)
+        new = self.only(state, new, moving)._replace(tally=tally)
+        return [move.to(p.dtype) if m else None for move, p, m in zip(moves, context.params, moving)], new
+
+    def _lr(self, value: Number, updates: Tensor) -> float | Tensor:
+        """The learning rate now."""
+        lr: Any = value(updates) if is_schedule(value) else value
+        if is_schedule(self.lr) or value is not self.lr:
+            checks.number("[0, inf)", tensor=True)(f"{self.name}: lr", lr)
+        return lr
+
+    def __str__(self) -> str:
+        words = [f"lr={checks.show(self.lr)}"]
+        words += [] if self.prior is None else ["prior=..."]
+        words += [] if self._is_default("transition_noise", 0.0) else ["transition_noise=..."]
+        words += [] if self._is_default("forgetting", 1.0) else [f"forgetting={self.forgetting}"]
+        return f"{self.name}({', '.join(words)})"
+
+    def _is_default(self, name: str, default: float) -> bool:
+        value = getattr(self, name)
+        return isinstance(value, (int, float)) and value == default
+
+
+def evidence(batch: Observation, growth: Tensor, misfit: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """What a batch adds to the log evidence, and how many data are scored by that."""
+    if batch.log_likelihood is None:
+        return 0.0, 0.0
+    gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)
+    if batch.force is None and batch.innovation is not None:
+        gained = gained + 0.5 * batch.innovation.to(torch.float64).square().sum()
+    return gained, batch.seen
 
 
 @dataclass(frozen=True)
-class DenseRoot(Structure):
+class DenseFilter(Filter):
     name = "ekf.dense"
     state = DenseFilterState
 
@@ -380,8 +508,8 @@ class DenseRoot(Structure):
         root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
         return DenseFilterState(root.detach().to(dtype).clone(), tally)
 
-    def forget(self, state: Any, forgetting: float | Tensor) -> DenseFilterState:
-        return state._replace(root=times(state.root, forgetting**0.5))
+    def forget(self, state: Any) -> DenseFilterState:
+        return state._replace(root=times(state.root, self.forgetting**0.5))
 
     def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> DenseFilterState:
         root, parameters = state.root.mT, len(state.root)
@@ -390,7 +518,7 @@ class DenseRoot(Structure):
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
         return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
 
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
+    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         root = state.root.mT
         parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
@@ -403,12 +531,12 @@ class DenseRoot(Structure):
             beside = torch.cat([root.new_zeros(parameters), batch.innovation.to(root.dtype)])[:, None]
             triangle = _triangle(torch.cat([torch.cat([root, rows]), beside], dim=1))
             upper, solved = triangle[:parameters, :parameters], triangle[:parameters, parameters:]
-            misfit = triangle[parameters, parameters].square()
-            misfit = misfit if batch.force is None else -solved.square().sum()
+            left = triangle[parameters, parameters].square()
+            misfit = left if batch.force is None else -solved.square().sum()
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
         growth = 2 * (upper.diagonal() / root.diagonal()).log().sum()
         after = upper.mT.clone(memory_format=torch.contiguous_format)
-        return _unflattened(moves, leaves), state._replace(root=after), growth, misfit
+        return unflatten(moves, leaves), state._replace(root=after), growth, misfit
 
     def shapes(self, state: Any) -> int:
         return state.root.shape[-1]
@@ -420,10 +548,6 @@ class DenseRoot(Structure):
 def _triangle(stacked: Tensor) -> Tensor:
     """The triangular factor of rows, its diagonal not negative."""
     return signed(torch.linalg.qr(stacked, mode="r").R)
-
-
-def _unflattened(vector: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    return [vector.to(leaves[0].dtype).reshape(leaves[0].shape)] if len(leaves) == 1 else unflatten(vector, leaves)
 
 
 def solve_with_rows(
@@ -459,10 +583,10 @@ def _capacity_root(white: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LowRankInformation(Structure):
+class LowRankFilter(Filter):
     """A diagonal and as many directions as the rank; the diagonal filter is that of rank 0."""
 
-    rank: int
+    rank: int = 0
     state = LowRankFilterState
 
     @property
@@ -489,9 +613,9 @@ class LowRankInformation(Structure):
             tuple(v.detach().to(p.dtype, copy=True) for v, p in zip(optree.tree_leaves(diagonal), leaves)), rows, tally
         )
 
-    def forget(self, state: Any, forgetting: float | Tensor) -> LowRankFilterState:
-        diagonal = tuple(times(v, forgetting) for v in state.diagonal)
-        return state._replace(diagonal=diagonal, rows=tuple(times(row, forgetting**0.5) for row in state.rows))
+    def forget(self, state: Any) -> LowRankFilterState:
+        diagonal = tuple(times(v, self.forgetting) for v in state.diagonal)
+        return state._replace(diagonal=diagonal, rows=tuple(times(row, self.forgetting**0.5) for row in state.rows))
 
     def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> LowRankFilterState:
         """``((diag(y) + W W^T)^-1 + diag(q))^-1``."""
@@ -505,7 +629,7 @@ class LowRankInformation(Structure):
             rows = tuple(new.reshape(row.shape) for new, row in zip(flat, rows))
         return state._replace(diagonal=tuple(y * s for y, s in zip(state.diagonal, shrinkage)), rows=rows)
 
-    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Updated:
+    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         before, rows, e = list(state.diagonal), batch.rows, batch.innovation
         if self.rank:  # the directions are rows that observed what the mean says
             rows = [torch.cat([a, b]) for a, b in zip(state.rows, rows)]
@@ -516,10 +640,10 @@ class LowRankInformation(Structure):
                 common_dtype(rows) if self.rank else torch.float64
             )  # a diagonal has nothing of the past's directions
             moves, growth = solve_with_rows(before, rows, batch.force, dtype)
-            misfit = -inner(batch.force, moves, moves)
+            misfit = torch.zeros_like(growth)
         else:
             moves, growth, misfit = gain(before, rows, e)
-            misfit = misfit if batch.force is None else -inner(batch.force, moves, moves)
+        misfit = misfit if batch.force is None else -inner(batch.force, moves, moves)
         kept, overflow = (), [row.square().sum(0) for row in rows]
         if self.rank:
             known = _capacity_root([row / d.sqrt() for row, d in zip(state.rows, before)])
@@ -534,9 +658,238 @@ class LowRankInformation(Structure):
             return new
         return new._replace(diagonal=tuple(b if m else a for a, b, m in zip(old.diagonal, new.diagonal, moves)))
 
+    def shapes(self, state: Any) -> list:
+        return [x.shape for x in state.diagonal]
+
     def precision(self, state: Any, params: Any) -> Diagonal | LowRank:
         structure = optree.tree_structure(params)
         diagonal = optree.tree_unflatten(structure, state.diagonal)
         if not self.rank:
             return Diagonal(diagonal, state.tally.seen)
         return LowRank(diagonal, optree.tree_unflatten(structure, state.rows), state.tally.seen)
+
+
+class KalmanFilter(PosteriorTransformation):
+    """What the functions of :mod:`bayesopt_chain.posterior.ekf` return.
+
+    Its methods take the state of this transformation, or of a chain that has it as a link.
+    """
+
+    @checks.takes(params=checks.PARAMS)
+    def posterior(self, state: Any, params: Any) -> Gaussian:
+        """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
+
+        Args:
+            state: from ``init`` or ``update``.
+            params: the mean, a tree of the parameters.
+
+        Returns:
+            A :class:`Gaussian` with a decomposed precision.
+
+        Raises:
+            ValueError: parameters of other shapes than the state's; NaN in the state or the parameters (named).
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(prior_precision=4.0), torch.zeros(2)
+            >>> tx.posterior(tx.init(params), params).marginal_variance
+            tensor([0.2500, 0.2500])
+        """
+        mine, link = self._state(state), self._link
+        require_these(link.shapes(mine), params, str(link))
+        posterior = Gaussian(copied(params), link.precision(mine, params)).factorised()
+        leaves = optree.tree_leaves(params)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in leaves):
+            deviations = [v.sqrt() for v in optree.tree_leaves(posterior.marginal_variance)]
+            warn_of_rounding(f"a deviation of {link}", paths_of(params), leaves, deviations)
+        return posterior
+
+    def log_evidence(self, state: Any) -> Tensor:
+        """The log marginal likelihood of all data so far, in nats, accumulated batch by batch.
+
+        Exact where the model is linear and Gaussian, for every structure that can hold the posterior; elsewhere that of the
+        linearised model. With a Fisher increment (an estimator of ``bc.curvature``) it is as normalised as the loss; with
+        lr other than 1 it is of the likelihood to the power lr.
+
+        Args:
+            state: from ``init`` or ``update``, or stacked ones.
+
+        Returns:
+            0-d, float64; ``[n]`` for n stacked states.
+
+        Raises:
+            ValueError: the log-likelihood of some batches is unknown.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(prior_precision=1.0), torch.zeros(1)
+            >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: batch[0] @ params))
+            >>> params, state, _ = step(params, tx.init(params), (torch.ones(1, 1), torch.tensor([2.0])))
+            >>> tx.log_evidence(state), torch.distributions.Normal(0.0, 2**0.5).log_prob(torch.tensor(2.0))
+            (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
+        """
+        mine = self._state(state).tally
+        unknown = mine.seen - mine.scored
+        if is_readable(unknown) and bool((unknown != 0).any()):
+            raise ValueError(
+                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.seen.sum())} data is unknown: "
+                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe"
+            )
+        return mine.log_evidence
+
+
+@checks.factory_takes(lr=WEIGHT, prior=PRIOR)
+def dense(
+    lr: Number = 1.0,
+    *,
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
+) -> KalmanFilter:
+    """The extended Kalman filter with every correlation, as a square root of the information.
+
+    Its loss is the mean negative log-likelihood alone, which it multiplies by the datum count: the prior is ``prior``, or
+    ``prior_precision`` about the first parameters. Each update takes the batch's ``curvature=``: what :func:`observe` makes of
+    a model (the gradient is then not read, and ``make_step(None, tx, curvature=...)`` takes none), or an estimator's increment
+    with ``structure="root"`` ("dense" is taken apart into rows by an eigendecomposition, which loses digits). Parameters
+    without a gradient stay, and the batch says nothing of them.
+
+    The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
+    default, concerns the gradients' buffers alone.
+
+    Args:
+        lr: weight of the log-likelihood; 1 is Bayes' rule, 0.5 counts every datum half. A number, a 0-d tensor read at every
+            update, a schedule of the update count, or ``lr=`` of ``update``, which goes before.
+        prior: a :class:`Gaussian` about the first parameters, such as the posterior of another method; instead of
+            ``prior_precision``. ``init`` is given its mean.
+        prior_precision: of the parameters at the start: a positive number or a tree that broadcasts to them.
+        transition_noise: variance of the parameters' random walk before each update, in the parameters' units squared: a
+            number or a tree that broadcasts, with zeros where a parameter stands still. Tensors are read at every update; a
+            schedule of the update count, and ``transition_noise=`` of ``update``, give either.
+        forgetting: in (0, 1]; the information is multiplied by it before each update.
+
+    Returns:
+        A transformation with ``posterior`` and ``log_evidence``. ``update`` needs ``params=`` and
+        ``curvature=`` and costs ``O((P + M) P^2)`` for M rows; its state holds ``P^2`` numbers.
+
+    Raises:
+        ValueError: numbers out of range; at ``init``, a negative noise, or parameters that are not the
+            prior's mean; at ``update``, no curvature, or that of other parameters.
+        TypeError: at ``update``, curvature of a structure that is not made of rows (diagonal, low-rank, Kronecker):
+            with a diagonal in their place the mean diverges where features are correlated.
+        MemoryError: at ``init``, where ``P^2`` does not fit.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.ekf.dense(prior_precision=1.0)
+        >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: batch[0] @ params, 1.0))
+        >>> params = torch.zeros(1)
+        >>> params, state, info = step(params, tx.init(params), (torch.ones(3, 1), torch.full((3,), 4.0)))
+        >>> params, tx.posterior(state, params).marginal_variance
+        (tensor([3.0000]), tensor([0.2500]))
+    """
+    link = DenseFilter(
+        lr,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))
+
+
+@checks.factory_takes(lr=WEIGHT, prior=PRIOR)
+def diagonal(
+    lr: Number = 1.0,
+    *,
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
+) -> KalmanFilter:
+    """The extended Kalman filter that keeps the diagonal of the information.
+
+    Its mean moves by the exact gain of the diagonal prior, from the same curvature as :func:`dense` takes; between batches the
+    correlations are forgotten. Its state holds one tensor for each parameter, an update costs ``O(M^2 P)`` for M rows.
+
+    Args:
+        lr, forgetting: as in :func:`dense`.
+        prior_precision, transition_noise: as in :func:`dense`, in the parameters' units.
+        prior: as in :func:`dense`, with a diagonal precision.
+
+    Returns:
+        A transformation like that of :func:`dense`.
+
+    Raises:
+        ValueError, TypeError: as :func:`dense`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.precision import Root
+        >>> tx, params = bc.ekf.diagonal(prior_precision=1.0), torch.zeros(2)
+        >>> increment = Root(torch.tensor([[1.0, 1.0]]), torch.tensor(1.0))  # one datum, both features 1
+        >>> updates, state = tx.update(torch.tensor([-3.0, -3.0]), tx.init(params), params=params, curvature=increment)
+        >>> updates, tx.posterior(state, params).marginal_variance
+        (tensor([1., 1.]), tensor([0.5000, 0.5000]))
+    """
+    link = LowRankFilter(
+        lr,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))
+
+
+@checks.factory_takes(
+    lr=WEIGHT,
+    prior=PRIOR,
+    rank=checks.number(f"[1, {checks.LARGEST}]", integer=True, hint="rank 0 is ekf.diagonal"),
+)
+def low_rank(
+    lr: Number = 1.0,
+    *,
+    rank: int = 10,
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
+) -> KalmanFilter:
+    """The low-rank extended Kalman filter LO-FI: information of a diagonal and ``rank`` directions (Chang,
+    Duran-Martin, Shestopaloff, Jones and Murphy, 2023).
+
+    Exact as long as the information has no more directions than ``rank``. Its state holds ``rank + 1`` tensors for each
+    parameter, an update costs ``O((rank + M)^2 P)``. Curvature as for :func:`dense`.
+
+    Args:
+        lr, forgetting: as in :func:`dense`.
+        prior_precision, transition_noise: as in :func:`dense`, in the parameters' units.
+        rank: at least 1 and at most the number of parameters.
+        prior: as in :func:`dense`, with a diagonal or low-rank precision.
+
+    Returns:
+        A transformation like that of :func:`dense`.
+
+    Raises:
+        ValueError, TypeError: as :func:`dense`; a rank out of range.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.ekf.low_rank(rank=1), {"w": torch.zeros(2, 2)}
+        >>> observation = bc.ekf.observe(lambda p, batch: (batch[0] @ p["w"]).sum(1))(params, (torch.ones(1, 2), torch.ones(1)))
+        >>> updates, state = tx.update(params, tx.init(params), params=params, curvature=observation)
+        >>> updates["w"]
+        tensor([[0.2000, 0.2000],
+                [0.2000, 0.2000]])
+    """
+    link = LowRankFilter(
+        lr,
+        rank=rank,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))
