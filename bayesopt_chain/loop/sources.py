@@ -39,7 +39,7 @@ from bayesopt_chain.loop.loss import (
     Loss,
     LossGradient,
 )
-from bayesopt_chain.posterior import draw as drawing
+from bayesopt_chain.posterior.vi import _families as drawing
 
 # a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
 Keyword = Callable[[Any, Any], Any]

@@ -34,7 +34,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim
-from bayesopt_chain.posterior.draw import warn_of_rounding
+from bayesopt_chain.posterior.gaussian import warn_of_rounding
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.trees import wide

@@ -1,11 +1,10 @@
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.modules import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
-from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized
 from bayesopt_chain.posterior.evidence import tune_by_evidence
-from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
+from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace, outputs_by_target
 from bayesopt_chain.posterior.scores import (
     classification_metrics,
     conformal_level,

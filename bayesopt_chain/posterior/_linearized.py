@@ -15,6 +15,15 @@ With its graph: outputs that can be differentiated, their covariance across inpu
 The rows of J are held, for all data at once where the covariance is joint,
 so that autograd can go back through them to the inputs and to whatever the precision depends on. Draws are directional
 derivatives and hold no J; the same draws of the parameters are the same functions at other inputs.
+
+Many targets a datum, such as the pixels of an image. A datum of T targets with C outputs each has a covariance of ``(T C)^2``
+numbers, of an image of 256 x 256 pixels and three classes 4e10. What a target's own distribution needs is ``C x C``, and the
+Jacobian of a few targets at a time:
+
+    f_t ~ N(f_t(mean), J_t Lambda^-1 J_t^T),        J_t [C, P],  for a block of targets t after another
+
+Where the kept parameters are one linear layer or convolution whose output is the model's, J_t is the patch x_t that the layer
+sees there: ``f_t = W x_t + b`` needs no backward pass.
 """
 
 from __future__ import annotations
@@ -31,9 +40,10 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature import jvp
 from bayesopt_chain.curvature._autodiff import double_backward
 from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
-from bayesopt_chain.curvature._kinds import Kind, turned
-from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, make_plan, part
-from bayesopt_chain.curvature._taps import Check, Checks
+from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector, turned
+from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, fresh_leaves, make_plan, part
+from bayesopt_chain.curvature._taps import Check, Checks, Taps
+from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._likelihood import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian, white
 from bayesopt_chain.precision import LayerBases, Precision
@@ -290,6 +300,61 @@ def of_affine(
     assert precision is not None
     rows = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
     return _between(_together(rows, params), params, precision)
+
+
+LAYER = 64  # times as many targets at once where they need no backward pass
+
+
+def by_target(
+    forward: Callable[[Tree, Any], Tensor], posterior: Gaussian, datum: Any, likelihood: Likelihood, at_once: int
+) -> tuple[Tensor, Tensor]:
+    """Mean ``[1, *positions, C]`` and covariance ``[1, *positions, C, C]`` of each target of a datum alone, ``at_once`` of them
+    in a block."""
+    with torch.no_grad():
+        whole = forward(posterior.mean, datum)
+    grouping = likelihood.grouping(whole.shape[1:])
+    mean, width = grouping.split(whole), grouping.width
+    by_rows = posterior.precision.layer_bases() is None and posterior.precision.lower_factor() is None
+    inputs = None if by_rows else _inputs_of_layer(forward, posterior.mean, datum, mean.reshape(-1, width))
+    if inputs is not None:
+        found = torch.cat([_of_layer(posterior, some) for some in inputs.split(LAYER * at_once)])
+        return mean, found.reshape(*mean.shape[:-1], *found.shape[1:])
+    order = torch.arange(whole[0].numel(), device="cpu") if grouping.order is None else grouping.order
+    blocks = []
+    for some in order.to(whole.device).split(at_once * width):
+        _, covariance = linearized(lambda p, batch, some=some: forward(p, batch).flatten(1)[:, some], posterior, datum)
+        targets = covariance.reshape(-1, width, len(some) // width, width)
+        blocks.append(targets.diagonal(dim1=0, dim2=2).movedim(-1, 0))
+    return mean, torch.cat(blocks).reshape(*mean.shape, width)
+
+
+def _inputs_of_layer(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any, wanted: Tensor) -> Tensor | None:
+    """What the kept layer sees at each target, ``[T, I]``; None where the outputs ``[T, C]`` are not that layer's there."""
+    leaves, structure, _ = fresh_leaves(params)
+    taps = Taps(leaves, 1)
+    with torch.no_grad(), taps:
+        forward(structure.unflatten(leaves), datum)
+    uses = {use.leaf: (use, x) for use, x in zip(taps.uses, taps.inputs)}
+    matrices = [(use, x) for use, x in uses.values() if isinstance(use.kind, Matrix) and not use.kind.transposed]
+    biases = [leaf for leaf, (use, _) in uses.items() if isinstance(use.kind, Vector)]
+    if len(taps.uses) != len(leaves) or len(matrices) != 1 or len(biases) != len(leaves) - 1 or len(biases) > 1:
+        return None
+    use, x = matrices[0]
+    seen = use.canonical.x(x, 1)[0]
+    found = seen @ leaves[use.leaf].reshape(use.kind.shape).mT + sum(leaves[leaf] for leaf in biases)
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return None
+    close = (found - wanted).abs().amax() <= torch.finfo(found.dtype).eps ** 0.5 * wanted.abs().amax()
+    return seen if bool(close) else None
+
+
+def _of_layer(posterior: Gaussian, x: Tensor) -> Tensor:
+    """The covariance ``[T, C, C]`` of ``W x + b``: each target as a datum of a linear layer."""
+    leaves = optree.tree_leaves(posterior.mean)  # named by their numbers, so that their order stays
+    flat = {str(i): leaf.flatten(1) if leaf.ndim > 1 else leaf for i, leaf in enumerate(leaves)}
+    weight = next(name for name, leaf in flat.items() if leaf.ndim > 1)
+    layer = Affine(weight, next((name for name in flat if name != weight), None))
+    return of_affine(layer, flat, x, posterior.precision.layer_bases(), posterior.precision)
 
 
 def _every_output(outputs: Tensor, targets: Any) -> Elementwise:

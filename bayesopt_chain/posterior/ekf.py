@@ -62,7 +62,6 @@ from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._likelihood import Elementwise
 from bayesopt_chain.matching.response import Refused, Response
-from bayesopt_chain.posterior.draw import warn_of_rounding
 from bayesopt_chain.posterior.gaussian import (
     Alone,
     Gaussian,
@@ -71,6 +70,7 @@ from bayesopt_chain.posterior.gaussian import (
     require_these,
     require_values,
     times,
+    warn_of_rounding,
 )
 from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, Woodbury, flatten, shape_only, unflatten
 from bayesopt_chain.precision._dense import signed

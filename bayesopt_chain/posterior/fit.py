@@ -27,8 +27,19 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.modules import Reader, peeked
-from bayesopt_chain.posterior._linearized import functional_samples
-from bayesopt_chain.posterior.evidence import OF_PRIOR, by_output, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior._linearized import by_target, functional_samples
+from bayesopt_chain.posterior.evidence import (
+    OF_PRIOR,
+    Kept,
+    by_dispersion,
+    by_network_noise,
+    by_output,
+    data_for,
+    require_prior_structure,
+    spectra,
+    tuned,
+    within_budget,
+)
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
 from bayesopt_chain.posterior.last_layer import Features
@@ -47,7 +58,6 @@ from bayesopt_chain.posterior.model import (
     with_estimator,
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
-from bayesopt_chain.posterior.rule import Kept, by_dispersion, by_network_noise, data_for, within_budget
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
@@ -71,7 +81,7 @@ class FittedLaplace:
             likelihood to the power ``likelihood_scale``.
         model: the pieces it was made from.
         seen: the data so far.
-        covariance_scale: what the budget of the default allows of the covariance, up to 1 (``posterior/rule.py``).
+        covariance_scale: what the budget of the default allows of the covariance, up to 1 (``posterior/evidence.py``).
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -377,6 +387,48 @@ class FittedLaplace:
 FITTED = checks.instance(FittedLaplace, "what bc.fit_laplace returned")
 
 
+@checks.takes(fitted=FITTED, data=checks.DATA, at_once=checks.WHOLE)
+def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the outputs of each target alone, in memory that does not grow with the square of the targets.
+
+    Args:
+        fitted: of ``bc.fit_laplace``, in any structure.
+        data: inputs, as for ``fitted.predict``; a datum is taken at a time.
+        at_once: targets in a block. Held at once are, beside the result, the gradients of ``at_once C`` outputs in the
+            activations of one datum; of a last layer alone what it sees (of a convolution its unfolded input) and the
+            Jacobian of ``64 at_once`` targets. Default 16.
+
+    Returns:
+        ``(mean [N, *positions, C], covariance [N, *positions, C, C])``, classes last wherever the model has them (variances
+        ``[N, *positions, C]`` where :func:`linearized` gives no more); what
+        :func:`softmax_mean` and ``fitted.likelihood.predictive`` of flattened targets take.
+
+    Raises:
+        ValueError: no data.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> module = torch.nn.Conv2d(1, 3, 3, padding=1).eval()
+        >>> x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6, 4, 4))
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.categorical(axis=-3), [(x, y)], tune=None)
+        >>> mean, covariance = bc.posterior.outputs_by_target(fitted, x[:2])
+        >>> mean.shape, covariance.shape
+        (torch.Size([2, 4, 4, 3]), torch.Size([2, 4, 4, 3, 3]))
+        >>> bc.posterior.softmax_mean(mean, covariance).shape
+        torch.Size([2, 4, 4, 3])
+    """
+    model, posterior = fitted.model, fitted.posterior.factorised()
+
+    def of_batch(batch: Any) -> list[Tensor]:
+        data = [part(batch, n, n + 1) for n in range(batch_size(batch))]
+        each = [by_target(model.forward, posterior, datum, model.likelihood, at_once) for datum in data]
+        return [torch.cat(x).to(model.dtype) for x in zip(*each)]
+
+    means, covariances = zip(*asked(model, "outputs_by_target", data, of_batch))
+    return torch.cat(means), torch.cat(covariances)
+
+
 def _range(numbers: Any) -> str:
     """The least and the largest of a tree of numbers, or the one that there is."""
     leaves = optree.tree_leaves(numbers)
@@ -505,7 +557,7 @@ def fit_laplace(
             the prior precision of ``10^-4 ... 10^4``; ``None`` keeps ``prior_precision``.
         tune_noise: how sure the likelihood is of targets. True (default) takes the noise of a linear last layer with Gaussian
             noise from the residuals and degrees of freedom of the whole network, and the dispersion of other likelihoods by
-            turns with the prior, with a budget for what averaging may change (:mod:`bayesopt_chain.posterior.rule`: a good
+            turns with the prior, with a budget for what averaging may change (:mod:`bayesopt_chain.posterior.evidence`: a good
             network stays good). "evidence" maximises the evidence over Gaussian noise too, in the kept parameters alone, and
             takes other likelihoods at their word; False takes all at their word. Where other layers than a linear last one are
             kept, True is "evidence" for Gaussian noise, which is only as good as the structure: on a network of 2,701

@@ -34,13 +34,14 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, like, local, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
+from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.gaussian_prior import Prior
 from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import Tree, copied, paths, require_like, size, spread
 
 Kind = TypeVar("Kind", bound=tuple[Any, ...])
@@ -146,6 +147,18 @@ def require_numbers(values: Sequence[Tensor], params: Any, what: str, *, zero: b
             wrong, wanted = ("negative or not finite", "of at least 0") if zero else ("not positive", "above 0")
             raise ValueError(
                 f"{what} is {wrong} at {path} (smallest entry {v.min().item():.3g}): pass finite numbers {wanted}"
+            )
+
+
+def warn_of_rounding(what: str, names: Sequence[str], means: Leaves, moves: Leaves) -> None:
+    """Warn of a 16-bit leaf most of whose entries stay at their mean, although ``what`` is to move them by ``moves``."""
+    for name, mean, move in zip(names, means, moves):
+        if mean.dtype not in (torch.bfloat16, torch.float16) or not is_readable(mean):
+            continue
+        if 2 * int((((mean + move).to(mean.dtype) == mean) & (move != 0)).sum()) > move.numel():
+            checks.warn(
+                f"{what}: most entries of {name} in {mean.dtype} round to their mean and stay there, so that the posterior is "
+                "not that of the data; keep float32 parameters and use autocast"
             )
 
 

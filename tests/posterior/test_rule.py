@@ -6,7 +6,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain import likelihoods
-from bayesopt_chain.posterior import rule
+from bayesopt_chain.posterior import evidence
 from tests.posterior.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -144,9 +144,9 @@ def test_some_data_say_the_degrees_of_freedom_of_all(parameters, noise, rows, lo
     v = squares / (n - exact)
     some = torch.linalg.eigvalsh(x[:rows] @ x[:rows].T).clamp_min(0)[None]
     one = torch.ones(1)
-    found = rule._determined(some, rows * one, n * one, squares * one, parameters)
+    found = evidence._determined(some, rows * one, n * one, squares * one, parameters)
     assert low < squares / (n - found) / v < high
-    whole = rule._determined(values[None], n * one, n * one, squares * one, parameters)
+    whole = evidence._determined(values[None], n * one, n * one, squares * one, parameters)
     torch.testing.assert_close(whole[0], exact, rtol=1e-8, atol=0)
 
 

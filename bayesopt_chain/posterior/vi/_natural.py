@@ -52,14 +52,16 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.posterior.draw import (
+from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
+from bayesopt_chain.posterior.vi._families import (
+    TAKEN,
     Drawing,
+    DrawingTransformation,
     along_samples,
+    like_prior,
     over_samples,
     require_drawn_from,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
-from bayesopt_chain.posterior.vi._families import TAKEN, DrawingTransformation, like_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
