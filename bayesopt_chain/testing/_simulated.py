@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.trees import paths
+from bayesopt_chain.trees import paths, require_like
 
 MOST_BINS, A_BIN = 20, 10  # bins, and simulations that each of them expects at least
 
@@ -137,8 +137,9 @@ def sbc(
         beside ``expected`` are the histogram of ranks.
 
     Raises:
-        TypeError: draws that are no tree like the parameters, or have weights.
-        ValueError: another number of draws in another simulation, fewer than two, or numbers that are not finite.
+        TypeError: draws that are no tree of tensors, or have weights.
+        ValueError: draws that are no tree like the parameters; another number of draws in another simulation, fewer than
+            two, or numbers that are not finite.
 
     Source:
         Talts et al. (2018), arXiv:1804.06788.
@@ -194,9 +195,7 @@ def _tree(draws: Any, like: Any, together: bool) -> Any:
     checks.require("sbc", **{"what make_posterior returns": (draws, checks.DRAWS)})
     pooled = draws.unchained()[0] if hasattr(draws, "unchained") and not together else draws
     tree = getattr(pooled, "params", pooled)
-    mine, wanted = optree.tree_structure(tree), optree.tree_structure(like)
-    if mine != wanted:
-        raise TypeError(f"sbc: make_posterior must return draws as a tree like the parameters, {wanted}, got {mine}")
+    require_like(tree, like, "sbc: what make_posterior returns", batched=True)
     return tree
 
 

@@ -81,9 +81,10 @@ PAIR = lambda g: torch.randn(2, generator=g)  # noqa: E731
 @pytest.mark.parametrize(
     "draws, more, error, words",
     [
-        ({"w": torch.zeros(5, 2)}, {}, TypeError, "draws as a tree like the parameters"),
+        ({"w": torch.zeros(5, 2)}, {}, ValueError, "what make_posterior returns has the tree"),
         (torch.zeros(()), {}, TypeError, "what make_posterior returns must be"),
-        (torch.zeros(5, 3), {}, ValueError, r"at least two finite draws, .* got draws \(5, 3\)"),
+        (torch.zeros(5, 3), {}, ValueError, r"has shape \(5, 3\), the parameter \(2,\)"),
+        (torch.zeros(1, 2), {}, ValueError, r"at least two finite draws, .* got draws \(1, 2\)"),
         (torch.full((5, 2), torch.nan), {}, ValueError, "finite"),
         (torch.zeros(5, 2), {"quantities": lambda p, y: p[:1] / y[1:]}, ValueError, "finite at the truth"),
         (torch.zeros(5, 2), {"simulations": 3}, ValueError, "simulations"),
