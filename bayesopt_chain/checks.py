@@ -426,23 +426,28 @@ def finite_data(what: str, numbers: Tensor) -> None:
         )
 
 
-def at_this_step(name: str, value: float | Tensor) -> None:
+def at_this_step(name: str, value: float | Tensor) -> float | Tensor:
     """Refuse what cannot be a rate or a temperature, where reading it costs nothing; elsewhere it turns to NaN.
+
+    Returns:
+        The value.
 
     Raises:
         ValueError: negative, NaN or infinite, not a scalar, or complex.
     """
-    if isinstance(value, Tensor):
-        if value.ndim or value.is_complex():
-            raise ValueError(f"{name}: must be a real scalar, got shape {tuple(value.shape)}, {value.dtype}")
-        if not is_readable(value):
-            return
-        value = value.item()
-    if not (math.isfinite(value) and value >= 0):
+    found = value
+    if isinstance(found, Tensor):
+        if found.ndim or found.is_complex():
+            raise ValueError(f"{name}: must be a real scalar, got shape {tuple(found.shape)}, {found.dtype}")
+        if not is_readable(found):
+            return value
+        found = found.item()
+    if not (math.isfinite(found) and found >= 0):
         raise ValueError(
-            f"{name}: its value at this step is {value}, but it must be finite and not negative (the sign of the descent is "
+            f"{name}: its value at this step is {found}, but it must be finite and not negative (the sign of the descent is "
             "scale_by_neg_lr's); nothing was changed"
         )
+    return value
 
 
 def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:

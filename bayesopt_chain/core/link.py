@@ -238,6 +238,8 @@ class Traits:
         samples: the number of draws at which the gradient is taken, for a link that carries a posterior.
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
+        response: what the link does to the gradient as a filter, of a link for which that is always the same.
+        extra_kwargs, required_kwargs: likewise the keywords of ``update`` that it takes, and those without which it refuses.
         carries: whether that field is ``v = mu v + b g``, so that it may hold the deferred part of a noise.
     """
 
@@ -251,18 +253,18 @@ class Traits:
     samples: int = 0
     velocity: str = ""
     carries: bool = False
-
-
-ELEMENTWISE = Traits(on_shards="elementwise")
+    response: Response | None = None
+    extra_kwargs: frozenset[str] = frozenset()
+    required_kwargs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Link:
     """One step of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
-    Every subclass defines ``response``, which is what the link does to the gradient as a filter, ``traits``, which is what else
-    the chain has to know, and the functions ``init`` and ``update``. The other methods are for the links that their docstrings
-    name.
+    Every subclass defines ``traits``, which is what the chain has to know of it, and the functions ``init`` and ``update``; and
+    ``response``, where what the link does to the gradient as a filter depends on its fields. The other methods are for the
+    links that their docstrings name.
 
     The state of a link is a NamedTuple. A field that is a tuple with one tensor for each leaf is a field by leaf. Methods see
     the leaves that have a gradient, and the part of the state that belongs to these leaves; a link with the trait
@@ -277,7 +279,7 @@ class Link:
     @property
     def response(self) -> Response | None:
         """What the link does to the gradient as a filter; with ``None`` no noise can be matched to the link."""
-        return None
+        return self.traits.response
 
     @property
     def part(self) -> Part | None:
@@ -293,12 +295,12 @@ class Link:
     @property
     def extra_kwargs(self) -> frozenset[str]:
         """The keywords of ``update`` that the link takes; :data:`ANY` among them stands for every keyword."""
-        return frozenset()
+        return self.traits.extra_kwargs
 
     @property
     def required_kwargs(self) -> frozenset[str]:
         """The keywords of ``update`` without which the link refuses."""
-        return frozenset()
+        return self.traits.required_kwargs
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         """Refuse links beside which this one would be wrong in silence. A chain calls it once for each layout.

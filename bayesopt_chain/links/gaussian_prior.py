@@ -31,7 +31,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, params_of, require_first
-from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.matching.response import Linear
 from bayesopt_chain.modules import inner_of
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import copied, paths_of
@@ -79,11 +79,7 @@ class Prior(HoldsTree):
     n: float
     mean: Any = field(hash=False)
     precision: Any = field(hash=False)
-    traits = Traits(on_shards="elementwise", needs_params=True)
-
-    @property
-    def response(self) -> Response:
-        return Linear()  # the prior is a part of the loss
+    traits = Traits(on_shards="elementwise", needs_params=True, response=Linear())  # the prior is a part of the loss
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         require_first(before)
@@ -123,6 +119,7 @@ class AddGaussianPrior(Prior):
         checks_gradients=True,
         needs_all_gradients=True,
         refusal_hint="; a prior without correlations takes it",
+        response=Linear(),
     )
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:

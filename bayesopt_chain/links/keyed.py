@@ -39,7 +39,7 @@ class Keyed(Link):
         generator: the source of the key; ``None`` for torch's global generator.
     """
 
-    traits = Traits(on_shards="elementwise", checks_gradients=True)
+    traits = Traits(response=SelfContainedSampler(), on_shards="elementwise", checks_gradients=True)
 
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
 
@@ -137,8 +137,7 @@ class FilteredNoise(Keyed):
         Raises:
             ValueError: the temperature at this step is negative or not finite.
         """
-        temperature = now(self.temperature, count)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, count))
         return root(temperature) * (1.0 if self.gain is None else now(self.gain, count))
 
     def update(

@@ -15,7 +15,7 @@ from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import new_counts
 from bayesopt_chain.engine.parts import Part, Scales
@@ -44,7 +44,7 @@ class Scale(Link):
 
     step_size: ScalarOrSchedule
     sign: int = 1
-    traits = ELEMENTWISE
+    traits = Traits(on_shards="elementwise")
 
     @property
     def response(self) -> Response:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bayesopt_chain.checks import FROM_ZERO, link_takes
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Accumulates, Part
@@ -134,11 +134,7 @@ class DelayState(NamedTuple):
 class Delay(Link):
     """The link that :func:`delay` returns."""
 
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Linear((0.0, 1.0))
+    traits = Traits(on_shards="elementwise", response=Linear((0.0, 1.0)))
 
     def init(self, leaves: Leaves, context: LinkContext) -> DelayState:
         return DelayState(zeros(leaves))

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, HoldsTree, Link, LinkContext, Traits
+from bayesopt_chain.core.link import HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.rms import LEARNS, RunningScale
-from bayesopt_chain.matching.response import Preconditioner, Response
+from bayesopt_chain.matching.response import Preconditioner
 
 
 class PreconditionerState(NamedTuple):
@@ -90,11 +90,7 @@ class ScaleByPreconditioner(HoldsTree):
     """
 
     tree: Any = field(hash=False)
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner()
+    traits = Traits(on_shards="elementwise", response=Preconditioner())
 
     def init(self, leaves: Leaves, context: LinkContext) -> PreconditionerState:
         given = context.broadcast(self.tree, "scale_by_preconditioner: preconditioner", detached=False)
@@ -131,14 +127,11 @@ class SolvePrecision(Link):
 
     precision: SupportsSolve = field(hash=False, compare=False)
     traits = Traits(
+        response=Preconditioner(diagonal=False),
         checks_gradients=True,
         needs_all_gradients=True,
         refusal_hint="; a diagonal preconditioner is a tree like the parameters",
     )
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner(diagonal=False)
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
         try:  # a precision of other parameters is refused before the first update

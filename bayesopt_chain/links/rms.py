@@ -41,11 +41,11 @@ from torch import Tensor
 
 from bayesopt_chain.checks import FROM_ZERO, MOMENTUM, POSITIVE, WHOLE, factory_takes, link_takes
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Learns, Part
-from bayesopt_chain.matching.response import Preconditioner, Refused, Response
+from bayesopt_chain.matching.response import Preconditioner, Refused
 from bayesopt_chain.tracing import is_transformed
 
 
@@ -131,11 +131,7 @@ class Learned(Link):
     """
 
     freeze_after: int | None = field(default=None, kw_only=True)
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner(learns=True)
+    traits = Traits(on_shards="elementwise", response=Preconditioner(learns=True))
 
     def averages(self, g: Leaves, old: Sequence[Sequence[Tensor]], op: TensorOps) -> Sequence[Sequence[Tensor]]:
         """The averages after they have learned from these gradients, in the order of the state's fields."""
@@ -237,11 +233,10 @@ class AdaDelta(Link):
     rho: float = 0.9
     eps: float = 1e-6
     moment_requires_grad: bool = False
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Refused("its scale is fed by its own updates, so the noise would set it; use bc.rmsprop or bc.adam")
+    traits = Traits(
+        on_shards="elementwise",
+        response=Refused("its scale is fed by its own updates, so the noise would set it; use bc.rmsprop or bc.adam"),
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> ScaleByAdadeltaState:
         return ScaleByAdadeltaState(*(zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2)))

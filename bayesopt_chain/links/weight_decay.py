@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesopt_chain.checks import FROM_ZERO, NOT_NEGATIVE, link_takes
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, HoldsTree, Link, LinkContext, Traits
+from bayesopt_chain.core.link import HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
 from bayesopt_chain.engine.parts import Decays, Part
 from bayesopt_chain.matching.response import (
@@ -101,12 +101,8 @@ class AddDecayedWeights(Link):
 class FlipSign(Link):
     """The link that negates the gradient, so that the chain maximises; it then samples ``exp(+loss / temperature)``."""
 
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        # The noise is matched to the descent of the negated loss, with respect to which this link changes nothing.
-        return Linear()
+    # The noise is matched to the descent of the negated loss, with respect to which this link changes nothing.
+    traits = Traits(on_shards="elementwise", response=Linear())
 
     @property
     def part(self) -> Part | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.matching.response import Linear
 from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, log_prior, posterior_of
 from bayesopt_chain.precision import Diagonal, Precision, Zero
 from bayesopt_chain.trees import Tree
@@ -56,16 +56,9 @@ def _require_fit_for_shards(increment: Any, context: LinkContext) -> None:
 class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
-    traits = Traits(on_shards="tree", all_leaves=True)
+    # gradients pass through
+    traits = Traits(on_shards="tree", all_leaves=True, response=Linear(), extra_kwargs=frozenset({"curvature"}))
     state = LaplaceState
-
-    @property
-    def response(self) -> Response:
-        return Linear()  # gradients pass through
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"curvature"})
 
     def init(self, leaves: Leaves, context: LinkContext) -> LaplaceState:
         checks.with_values("laplace", "params", leaves, context.paths)

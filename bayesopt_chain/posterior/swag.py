@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.matching.response import Linear
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
     PosteriorTransformation,
@@ -97,12 +97,9 @@ class Collect(Link):
     start: int
     every: int
     variance_floor: float
-    traits = Traits(needs_params=True, checks_gradients=True, all_leaves=True)
+    # gradients pass through
+    traits = Traits(needs_params=True, checks_gradients=True, all_leaves=True, response=Linear())
     state = SwagState
-
-    @property
-    def response(self) -> Response:
-        return Linear()  # gradients pass through
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         for link in behind:

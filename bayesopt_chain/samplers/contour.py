@@ -31,7 +31,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.matching.response import Nonlinear, Response
+from bayesopt_chain.matching.response import Nonlinear
 from bayesopt_chain.samplers._in_front import CLIPPING, GAINS, require_all_parameters, require_in_front
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
@@ -55,19 +55,13 @@ class Contour(Link):
     bins: int
     zeta: float
     omega: schedules.Schedule
-    traits = Traits(on_shards="elementwise", checks_gradients=True)
-
-    @property
-    def response(self) -> Response:
-        return Nonlinear()
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"loss"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return self.extra_kwargs
+    traits = Traits(
+        response=Nonlinear(),
+        extra_kwargs=frozenset({"loss"}),
+        required_kwargs=frozenset({"loss"}),
+        on_shards="elementwise",
+        checks_gradients=True,
+    )
 
     @property
     def width(self) -> float:
@@ -106,8 +100,7 @@ class Contour(Link):
                 f"contour: update needs loss=, the loss at the current parameters as a 0-d tensor, got {came}; "
                 "bc.make_step passes it"
             )
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         here = self.bin(loss)
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
         below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)

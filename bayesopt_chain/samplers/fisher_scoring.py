@@ -18,7 +18,7 @@ At T = 0 the step vanishes wherever gradients are noisy, so that no optimizer is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,6 @@ from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
@@ -55,18 +54,11 @@ class FisherScoring(Keyed):
     temperature: ScalarOrSchedule
     batch_size: int
     decay: float
-
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"gradient_variance"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return self.extra_kwargs
+    traits = replace(
+        Keyed.traits,
+        extra_kwargs=frozenset({"gradient_variance"}),
+        required_kwargs=frozenset({"gradient_variance"}),
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> FisherState:
         return FisherState(*self.start(leaves, context), zeros(leaves))
@@ -83,8 +75,7 @@ class FisherScoring(Keyed):
 
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         corrected = 1.0 / (1.0 - self.decay ** (state.step + 1).to(torch.float64))
         return temperature, root(2.0 * temperature / self.lr), corrected
 

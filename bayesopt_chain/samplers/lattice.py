@@ -25,7 +25,6 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
@@ -43,18 +42,13 @@ class Lattice(Keyed):
     lr: float
     temperature: ScalarOrSchedule
 
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
-
     def init(self, leaves: Leaves, context: LinkContext) -> LatticeState:
         return LatticeState(*self.start(leaves, context))
 
     def update(
         self, g: Leaves, state: LatticeState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LatticeState]:
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         uniform = self.normals(state, g, context, 1, "uniform")
         delta = root(2.0 * temperature * self.lr)
         tilt = self.lr / delta

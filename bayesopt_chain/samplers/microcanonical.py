@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.matching.response import Nonlinear, Response, SelfContainedSampler
+from bayesopt_chain.matching.response import Nonlinear, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 from bayesopt_chain.trees import wide
 
@@ -53,6 +53,7 @@ _TRAITS = Traits(
     checks_gradients=True,
     needs_all_gradients=True,
     refusal_hint="; bc.sghmc treats every element by itself",
+    response=SelfContainedSampler(),
 )
 
 
@@ -61,11 +62,7 @@ class Normalised(Link):
     """``Lambda^-1 g`` over its length: what :func:`mclmc` is at temperature 0."""
 
     precision: Any = field(default=None, hash=False, compare=False)
-    traits = _TRAITS
-
-    @property
-    def response(self) -> Response:
-        return Nonlinear()
+    traits = replace(_TRAITS, response=Nonlinear())
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         e, _ = Metric(self.precision, context.tree, context.leaves).downhill(g)
@@ -85,10 +82,6 @@ class Microcanonical(Keyed):
     precision: Any = field(default=None, hash=False, compare=False)
     traits = _TRAITS
 
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
-
     def init(self, leaves: Leaves, context: LinkContext) -> MicrocanonicalState:
         if (d := sum(x.numel() for x in leaves)) < 2:
             raise ValueError(f"mclmc: needs at least 2 parameters, whose directions it turns, got {d}; take bc.sghmc")
@@ -97,8 +90,7 @@ class Microcanonical(Keyed):
     def update(
         self, g: Leaves, state: MicrocanonicalState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, MicrocanonicalState]:
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         metric, d = Metric(self.precision, context.tree, context.leaves), sum(x.numel() for x in g)
         z = [one for (one,) in self.normals(state, g, context)]
         e, steep = metric.downhill(g)

@@ -29,7 +29,7 @@ from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import Response, SelfContainedSampler
+from bayesopt_chain.matching.response import SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.samplers._in_front import CLIPPING, require_all_parameters, require_in_front
 
@@ -65,19 +65,15 @@ class ReplicaExchange(Keyed):
     loss_variance: float
     correction_factor: float
     swap_every: int
-    traits = Traits(needs_params=True, checks_gradients=True, needs_all_gradients=True, acts_on_particles=True)
-
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"loss"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return frozenset({"loss"})
+    traits = Traits(
+        response=SelfContainedSampler(),
+        extra_kwargs=frozenset({"loss"}),
+        required_kwargs=frozenset({"loss"}),
+        needs_params=True,
+        checks_gradients=True,
+        needs_all_gradients=True,
+        acts_on_particles=True,
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> ReplicaExchangeState:
         require_all_parameters(

@@ -43,7 +43,7 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.wrapper import Weighted
-from bayesopt_chain.matching.response import Refused, Response, SelfContainedSampler
+from bayesopt_chain.matching.response import Refused, SelfContainedSampler
 from bayesopt_chain.samplers._in_front import require_all_parameters
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.trees import wide
@@ -131,11 +131,11 @@ class RescaledDescent(Link):
     """What :func:`samadams` is at temperature 0: momentum along a clock."""
 
     clock: Clock
-    traits = Traits(on_shards="elementwise", needs_all_gradients=True)
-
-    @property
-    def response(self) -> Response:
-        return Refused("samadams at temperature 0 is an optimizer; give it the temperature, which it holds itself")
+    traits = Traits(
+        response=Refused("samadams at temperature 0 is an optimizer; give it the temperature, which it holds itself"),
+        on_shards="elementwise",
+        needs_all_gradients=True,
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> ClockState:
         return self.clock.start(leaves)
@@ -155,11 +155,9 @@ class TimeRescaledLangevin(Keyed, Weighted):
 
     clock: Clock
     temperature: ScalarOrSchedule
-    traits = Traits(on_shards="elementwise", checks_gradients=True, needs_all_gradients=True)
-
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
+    traits = Traits(
+        response=SelfContainedSampler(), on_shards="elementwise", checks_gradients=True, needs_all_gradients=True
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> SamAdamsState:
         require_all_parameters(self, "samadams", "all have to share the clock, or their weights would be wrong")
@@ -169,8 +167,7 @@ class TimeRescaledLangevin(Keyed, Weighted):
     def update(
         self, g: Leaves, state: SamAdamsState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, SamAdamsState]:
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         xi = [x for (x,) in self.normals(state, g, context)]
         before, *clock = self.clock.kicked(g, state, context)
         decay = self.clock.friction * clock[1]

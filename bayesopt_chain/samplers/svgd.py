@@ -24,7 +24,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.matching.response import Refused
 from bayesopt_chain.samplers._in_front import CLIPPING, PRIORS, require_in_front
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
@@ -41,11 +41,14 @@ class Stein(Link):
 
     temperature: ScalarOrSchedule
     bandwidth: float | str
-    traits = Traits(needs_params=True, checks_gradients=True, acts_on_particles=True)
-
-    @property
-    def response(self) -> Response:
-        return Refused("its particles share gradients, so no noise for each alone is matched; leave the noise link out")
+    traits = Traits(
+        response=Refused(
+            "its particles share gradients, so no noise for each alone is matched; leave the noise link out"
+        ),
+        needs_params=True,
+        checks_gradients=True,
+        acts_on_particles=True,
+    )
 
     def init(self, leaves: Leaves, context: LinkContext) -> SteinState:
         if not is_zero(self.temperature):
@@ -70,8 +73,7 @@ class Stein(Link):
         kernel = torch.exp(-square / (2.0 * h2))
         smooth = kernel @ torch.cat([y.reshape(n, -1) for y in g], dim=1)
         if not is_zero(self.temperature):
-            temperature = now(self.temperature, state.step)
-            checks.at_this_step("temperature", temperature)
+            temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
             if isinstance(temperature, Tensor):
                 temperature = temperature.to(x.dtype)
             smooth = smooth + temperature * (kernel @ x - kernel.sum(1, keepdim=True) * x) / h2

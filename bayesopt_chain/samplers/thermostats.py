@@ -66,7 +66,6 @@ from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 _HOT = checks.number(
@@ -104,10 +103,6 @@ class Thermostat(Keyed):
     mass: float
     per_parameter: bool
 
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler()
-
     def init(self, leaves: Leaves, context: LinkContext) -> ThermostatState:
         key, count = self.start(leaves, context)
         shared = (torch.full((), self.friction, dtype=leaves[0].dtype, device=leaves[0].device),)
@@ -117,8 +112,7 @@ class Thermostat(Keyed):
     def update(
         self, g: Leaves, state: ThermostatState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, ThermostatState]:
-        temperature = now(self.temperature, state.step)
-        checks.at_this_step("temperature", temperature)
+        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
         xi = [x for (x,) in self.normals(state, g, context)]
         moves, velocity, friction = self.advance(
             g, list(state.velocity), list(state.friction), xi, temperature, context
