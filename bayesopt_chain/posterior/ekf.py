@@ -61,7 +61,7 @@ from bayesopt_chain.curvature._chunks import pullback
 from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._likelihood import Elementwise
-from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.matching.response import Refused
 from bayesopt_chain.posterior.gaussian import (
     Alone,
     Gaussian,
@@ -357,24 +357,15 @@ class Filter(Alone, Link, ABC):
         needs_params=True,
         checks_gradients=True,
         all_leaves=True,
+        response=Refused("a filter carries its own noise; give it as transition_noise="),
+        extra_kwargs=frozenset({"curvature", "loss", "lr", "transition_noise"}),
+        required_kwargs=frozenset({"curvature"}),
     )
     instead = "the likelihood's weight is lr=, and a prior is prior_precision= or prior="
 
     def __post_init__(self) -> None:
         if self.prior is not None and not self._is_default("prior_precision", 1.0):
             raise ValueError(f"{self.name}: prior has a precision of its own: leave prior_precision out")
-
-    @property
-    def response(self) -> Response:
-        return Refused("a filter carries its own noise; give it as transition_noise=")
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"curvature", "loss", "lr", "transition_noise"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return frozenset({"curvature"})
 
     @abstractmethod
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:

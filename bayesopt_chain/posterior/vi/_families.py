@@ -71,7 +71,7 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.matching.response import Refused
 from bayesopt_chain.posterior.gaussian import (
     Alone,
     Gaussian,
@@ -165,10 +165,6 @@ class Drawing(Alone, Keyed, ABC):
         object.__setattr__(self, "prior", self.prior._replace(mean=copied(self.prior.mean)))
 
     @property
-    def response(self) -> Response:
-        return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
-
-    @property
     def on_shards(self) -> OnShards:
         """What the link can do with parameters of which every rank holds a part."""
         return "refused"
@@ -182,6 +178,7 @@ class Drawing(Alone, Keyed, ABC):
             checks_gradients=True,
             all_leaves=True,
             samples=self.n_samples,
+            response=Refused("variational inference optimizes a distribution; give the noise to it as temperature="),
         )
 
     @property
