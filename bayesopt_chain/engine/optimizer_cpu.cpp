@@ -14,7 +14,7 @@ struct Before {
   double temperature, half, arrives, momentum, gain, surplus, direct_half, direct_surplus;
 };
 
-// the numbers of a step, in the order of bayesopt_chain.engine.optimizer_cpu.Job.set
+// the numbers of a step, in the order of bayesopt_chain.engine.optimizer_cpu.Job.run
 struct Given {
   double sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, temperature;
 };
@@ -72,7 +72,7 @@ struct Numbers {
         direct_current(noise.direct), direct_previous(noise.direct_previous) {}
 };
 
-// the leaves of a step, addresses and integers in the order of bayesopt_chain.engine.optimizer_cpu.step_
+// the leaves of a step, in the order of bayesopt_chain.engine.optimizer_cpu, where _tensors_of ends and _now begins at numbers
 template <class Real>
 struct Job {
   int64_t kind, leaves;
@@ -81,9 +81,9 @@ struct Job {
   const Real** g;
   Real **m, **v, **last[2];   // last draws of the two branches; null where they are made again
   const int64_t* draws[2];    // numbers of the leaves in the random stream; null without that branch
-  const Given* numbers;
   Before* before;
-  const int64_t (*again)[2];  // of each branch, key and step of the draws that are made again; a step below 0 for none
+  int64_t (*again)[2];  // of each branch, key and step of the last draws; a step below 0 for none
+  Given numbers;
   int64_t key, step, threads;
 };
 
@@ -161,11 +161,9 @@ void sweep(const Job<Real>& job, const Numbers<Real>& k) {
   }
 }
 
-// whether the next step's noise depends on other numbers than that of this one
 template <class Real>
-int step(const Job<Real>& job) {
-  const Before last = *job.before;
-  const Numbers<Real> k(*job.numbers, noise_of(*job.numbers, *job.before));
+void step(const Job<Real>& job) {
+  const Numbers<Real> k(job.numbers, noise_of(job.numbers, *job.before));
   switch (job.kind) {
     case MOMENT: sweep<MOMENT, false>(job, k); break;
     case SCALED: sweep<SCALED, false>(job, k); break;
@@ -173,7 +171,8 @@ int step(const Job<Real>& job) {
     case PLAIN: sweep<PLAIN, false>(job, k); break;
     default: job.draws[1] ? sweep<MOMENTUM, true>(job, k) : sweep<MOMENTUM, false>(job, k);
   }
-  return std::memcmp(&last, job.before, sizeof last) != 0;
+  for (int c = 0; c < 2; ++c)
+    if (job.draws[c]) job.again[c][0] = job.key, job.again[c][1] = job.step;
 }
 
 // what all counters were; NaN if they differ
@@ -190,7 +189,7 @@ double count(int64_t leaves, Real** steps, int64_t added) {
 
 }  // namespace
 
-extern "C" int step_float(const Job<float>* job) { return step(*job); }
-extern "C" int step_double(const Job<double>* job) { return step(*job); }
+extern "C" void step_float(const Job<float>* job) { step(*job); }
+extern "C" void step_double(const Job<double>* job) { step(*job); }
 extern "C" double count_float(int64_t leaves, float** steps, int64_t added) { return count(leaves, steps, added); }
 extern "C" double count_double(int64_t leaves, double** steps, int64_t added) { return count(leaves, steps, added); }

@@ -41,9 +41,8 @@ from bayesopt_chain.random import compiled
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
-_NUMBERS = 11  # of ``Given`` of the source
-# ``Job`` of the source, and its end, which is of a step: key and count of the draws, threads
-_tensors_of, _now = Struct("14q").pack, Struct("3q").pack
+# ``Job`` of the source, and its end, which is of a step: its numbers, key and count of the draws, threads
+_tensors_of, _now = Struct("13q").pack, Struct("11d3q").pack
 
 
 @cache
@@ -58,7 +57,7 @@ def _kernels() -> dict[torch.dtype, tuple[Any, Any]] | None:
         torch.float64: (library.step_double, library.count_double),
     }
     for step, count in kernels.values():
-        step.restype, count.restype = ctypes.c_int, ctypes.c_double
+        step.restype, count.restype = None, ctypes.c_double
         step.argtypes, count.argtypes = [ctypes.c_void_p], [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     return kernels
 
@@ -69,7 +68,7 @@ def has_kernel() -> bool:
 
 
 class Job:
-    """A call of the kernel, made once for its leaves and given new numbers and gradients at every step. It checks nothing.
+    """A call of the kernel, made once for its leaves and given numbers and gradients at every step. It checks nothing.
 
     Args:
         kind: one of the ways to move of this module.
@@ -79,7 +78,8 @@ class Job:
             of the two branches, over which those of a step are written. They have to stay where they are in memory.
         draws: the leaves' numbers in the random stream, for each branch; empty for a branch that is not there.
         remembered: what :class:`bayesopt_chain.optim._rule.Before` has of the last step, NaN if there was none, over which
-            that of a step is written; and key and count of each branch's last draws, if these are made again, else -1.
+            that of a step is written; and key and count of each branch's last draws, -1 before the first, which are written
+            too, and read where draws are not kept.
     """
 
     def __init__(
@@ -95,34 +95,23 @@ class Job:
         assert kernels is not None
         self.dtype, self._step, self._is_large = dtype, kernels[dtype][0], sum(sizes) > _PARALLEL
         self._gradients = array("q", bytes(8 * len(sizes)))
-        self._numbers = array("d", bytes(8 * _NUMBERS))
         theta, *state = (pointers(xs) if xs else None for xs in tensors)
         # alive as long as the job, which holds their addresses
         self._arrays = (integers(sizes), theta, self._gradients, *state, *(integers(x) if x else None for x in draws))
-        self._arrays += (self._numbers, *remembered)
+        self._arrays += remembered
         self._job = _tensors_of(kind, len(sizes), *map(address, self._arrays))
 
-    def set(self, *numbers: float) -> None:
-        """Give the numbers of a step, which hold until others are given.
-
-        Args:
-            numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature.
-        """
-        self._numbers[:] = array("d", numbers)
-
-    def run(self, gradients: Sequence[Tensor], key: int, count: int) -> bool:
+    def run(self, gradients: Sequence[Tensor], numbers: Sequence[float], key: int, count: int) -> None:
         """Move parameters and state in place.
 
         Args:
             gradients: contiguous ones.
+            numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature.
             key, count: of the draws.
-
-        Returns:
-            Whether what is remembered of this step is what was remembered of the last one.
         """
         self._gradients[:] = array("q", map(Tensor.data_ptr, gradients))
         threads = torch.get_num_threads() if self._is_large else 1
-        return not self._step(self._job + _now(key, count, threads))
+        self._step(self._job + _now(*numbers, key, count, threads))
 
 
 class Counter:

@@ -54,7 +54,6 @@ from bayesopt_chain.optim._checks import KINDS
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
-from bayesopt_chain.trees import are_same
 
 # names in ``optimizer.state[p]`` of the numbers of the last step, and by branch (0 momentum, 1 direct) of the last draw and of
 # its key and count
@@ -66,7 +65,6 @@ _HALF, _MOMENTUM = map(Before._fields.index, ("half", "momentum"))
 _NEVER = (-1,) * 4  # for each branch key and count of a last draw that is kept, or that was never made
 NUMBERS = (*_BEFORE, *_AGAIN)  # 0-d tensors
 REMEMBERED = (*_DRAWS, *NUMBERS)
-_FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settings that change only by being replaced
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
 _FORM = attrgetter("shape", "dtype", "is_cpu", "layout")
@@ -77,7 +75,7 @@ class Leaves:
     """Leaves of one group, dtype and device whose step has equal numbers.
 
     Attributes:
-        group, settings: their parameter group, and its values at the end of the last step.
+        group: their parameter group.
         counts: what ``rule._counts`` reads from their state.
         memory: the numbers of the last step that drew noise, in the order of :class:`Before`, NaN before the first one.
         again: for each branch key and count of the last draw, from which it is made again where it is not kept.
@@ -85,15 +83,12 @@ class Leaves:
         numbers: the leaves' numbers in the random stream.
         linear, temperature: the numbers of torch's step, and the temperature.
         layout: what has to stay the same for the job and the batches to hold.
-        repeats: whether this step left :attr:`memory` as it was.
-        learned: the number of the last update in which the denominator learned; 0 without a denominator.
         job: the :class:`Job` of the kernel; ``None`` until a step makes it.
         batches: the leaves in batches for tensor operations; empty until a step makes them.
         tensors: the parameters and the tensors of their state, but for the 0-d ones in :attr:`written`.
         written: by name the 0-d tensors of the state that are :attr:`memory` and :attr:`again`.
     """
 
-    settings: list[Any]
     linear: Linear
     temperature: float
     layout: tuple[Any, ...]
@@ -115,7 +110,6 @@ class Leaves:
         self.written: dict[str, Tensor] = {}
         self.job: Any = None
         self.counter: Counter | None = None
-        self.is_settled, self.repeats = False, True
 
     def read(self, rule: Any) -> tuple[object, ...]:
         """Read the numbers of a step; return its layout.
@@ -124,8 +118,7 @@ class Leaves:
             ValueError: numbers for which no noise is known.
         """
         group, linear = self.group, rule._linear(self.group, self.counts)
-        self.linear, self.temperature, self.is_settled = linear, rule._temperature(group), False
-        self.learned = rule._learned(group, self.counts)
+        self.linear, self.temperature = linear, rule._temperature(group)
         kind = None
         if self.temperature > 0.0:
             if not linear.momentum and abs(self.memory[_MOMENTUM]) > 0.0:  # NaN before the first draw
@@ -153,8 +146,6 @@ class Leaves:
             self.counts = counts.pop()
             if counts or math.isnan(self.counts[0]):
                 return False
-        elif self.is_settled and are_same(self.settings, self.group.values()):
-            return True
         return self.read(rule) == self.layout
 
     def make_draws(self) -> None:
@@ -170,16 +161,11 @@ class Leaves:
         return None if math.isnan(self.memory[0]) else Before(*self.memory)
 
     def remember(self) -> None:
-        """After a step, note what :meth:`holds` compares before the next one; write what the state lacks.
+        """After the first step, note what :meth:`holds` compares before each other; write what the state lacks.
 
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
         """
-        # the next step has the numbers of this one, unless a setting changes
-        self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.group.values())))
-        self.settings = [*self.group.values()]
-        if self.tensors:
-            return
         if self.temperature > 0.0:
             # 0-d tensors that are memory and again, which the kernel writes
             self.written = dict(zip(_BEFORE, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
@@ -217,7 +203,6 @@ class Leaves:
         like, self.forms = params[0], [*map(_FORM, params)]
         if like.dtype not in (torch.float32, torch.float64) or not like.is_cpu or not optimizer_cpu.has_kernel():
             return False
-        self.is_settled = False  # a new job has no numbers yet
         lists = [params, *([s.get(n) for s in states] if n else [] for n in (linear.velocity, linear.square))]
         steps: list[Any] = [state.get("step") for state in states] if linear.square else []
         # no entry of the state is made before torch has made its own; the kernel draws whole leaves
@@ -238,18 +223,14 @@ class Leaves:
     def move(self) -> None:
         """Make the step by the kernel."""
         group, linear = self.group, self.linear
-        if not self.is_settled:
-            sign, eps = -1.0 if group["maximize"] else 1.0, float(group.get("eps", 0.0))
-            decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
-            self.job.set(sign, decay, eps, *linear[:7], self.temperature)
+        sign, eps = -1.0 if group["maximize"] else 1.0, float(group.get("eps", 0.0))
+        decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version(self.moved)
         if self.counter is not None:
             self.counter.add()
-        now = group["noise_key"], group["noise_count"]
-        self.repeats = self.job.run(self.gradients, *now)
-        branches = 2 if linear.direct > 0.0 else 1
-        self.again[: 2 * branches] = array("q", now * branches)
+        numbers = (sign, decay, eps, *linear[:7], self.temperature)
+        self.job.run(self.gradients, numbers, group["noise_key"], group["noise_count"])
 
 
 # torch's step, and the noise by tensor operations
@@ -277,7 +258,8 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         if not rule.adaptive and moves_by_velocity and len(velocities) == len(x.params):
             early.append(x)
             _add_noise(rule, x, noise, 0, early=True)
-    frozen = [x for x in work if x.counts and x.learned < x.counts[0]]  # their denominator no longer learns
+    # those whose denominator no longer learns
+    frozen = [x for x in work if x.counts and rule._learned(x.group, x.counts) < x.counts[0]]
     left_out = [(p, p.grad) for p in (*others, *(p for x in frozen for p in x.params))]
     for p, _ in left_out:  # torch's step leaves out what has no gradient
         p.grad = None
@@ -291,7 +273,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
     for x, noise in noises:
         for branch in (1,) if x in early else (0, 1):
             _add_noise(rule, x, noise, branch, early=False)
-        x.repeats, x.memory[:] = x.before == noise.before, array("d", noise.before or _NO_NUMBERS)
+        x.memory[:] = array("d", noise.before or _NO_NUMBERS)
 
 
 class _Batch(NamedTuple):
@@ -357,11 +339,12 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
     factors = (noise.momentum, noise.direct)[branch]
     if not any(factors):
         return
+    learned = rule._learned(x.group, x.counts)
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
             step = x.linear.step_size * max(*noise.momentum, *noise.direct)
             if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
-                step /= float(local(rule._denominator(x.group, x.learned, state.__getitem__)).float().mean().sqrt())
+                step /= float(local(rule._denominator(x.group, learned, state.__getitem__)).float().mean().sqrt())
             checks.rounds_away(f"{rule._name}: a parameter", local(p), step, "keep float32 parameters and use autocast")
     if not x.batches:
         x.make_draws()
@@ -371,7 +354,7 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
         params, kept, roots = batch.params, batch.state.get(_DRAWS[branch], []), list[Tensor]()
         velocities = batch.state.get(x.linear.velocity or "", []) if branch == 0 else []
         if rule.adaptive:
-            row = rule._denominator(x.group, x.learned, batch.row_of)
+            row = rule._denominator(x.group, learned, batch.row_of)
             roots = [r.view(p.shape) for r, p in zip(row.sqrt_().split([p.numel() for p in params]), params)]
         for size, at in zip(factors, (last, now)):
             if at is last and not (size and (kept or last[1] >= 0)):
@@ -395,13 +378,13 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
 
 def _move_frozen(rule: Any, x: Leaves) -> None:
     """Make the step of leaves whose denominator no longer learns, in place of torch's step."""
-    group, linear = x.group, x.linear
+    group, linear, learned = x.group, x.linear, rule._learned(x.group, x.counts)
     for p, state in zip(x.params, x.states):
         # as in torch: the sign of maximize first, then the coupled weight decay
         g = -p.grad if group["maximize"] else p.grad
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
             g = g.add(p, alpha=group["weight_decay"])
-        denominator = rule._denominator(group, x.learned, state.__getitem__)
+        denominator = rule._denominator(group, learned, state.__getitem__)
         scaled = g / denominator if rule.averages_scaled or linear.velocity is None else g
         p.mul_(1.0 - linear.shrink)
         if linear.direct:

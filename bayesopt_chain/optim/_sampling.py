@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -48,6 +48,7 @@ from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.trees import are_same
 
+_HAS_RANKS = dist.is_available()  # asked once, since asking takes as long as counting a step
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
 _params_of: Callable[[Leaves], list[Any]] = attrgetter("params")
 
@@ -78,11 +79,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     heat_guard: HeatGuard | None = None
 
     # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed;
-    # those that get noise; the objects of which they were listed; the groups of which a leaf gets noise, and those at
-    # temperature 0
+    # those that get noise; the objects of which they were listed; whether others have a gradient, too; the groups of which a
+    # leaf gets noise, and those at temperature 0
     _work: list[Leaves] | None = None
     _noisy: list[Leaves]
     _objects: list[Any]
+    _has_others: bool
     _hot: list[dict[str, Any]]
     _cold: list[dict[str, Any]]
 
@@ -288,24 +290,24 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         holds = holds and not any(map(self._temperature, self._cold))
         if work is None or not (holds and all([x.holds(self) for x in work])):
             holds, work = False, self._planned()
-        witness = self._witness if self._noisy and dist.is_available() and dist.is_initialized() else None
+        witness = self._witness if self._noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(self._claims, local(self._noisy[0].params[0]))
         by_kernel = [*filter(Leaves.has_job, work)]
-        moved = [*chain.from_iterable(map(_params_of, by_kernel))]
-        if len(moved) < len(params) - kinds.count(NoneType):  # others have a gradient, too
+        if self._has_others or len(by_kernel) < len(work):
+            moved = [*chain.from_iterable(map(_params_of, by_kernel))]
             with torch.no_grad():
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
             x.move()
         for group in self._hot:
             group["noise_count"] += 1
-        for x in work:
-            x.remember()
+        if not holds:  # the step may have made entries of the state
+            for x in work:
+                x.remember()
+            self._objects = self._held(params, kinds)
         if witness is not None:
             witness.stepped(local(self._noisy[0].params[0]))
-        if not holds:  # the step may have made entries of the state
-            self._objects = self._held(params, kinds)
         self._work = work
 
     def _held(self, params: list[Any], kinds: list[type]) -> list[Any]:
@@ -322,6 +324,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
         alike: dict[tuple[object, ...], Leaves] = {}
+        self._has_others = False
         for group in self.param_groups:
             is_noisy = self._temperature(group) > 0.0
             if new := sum([p not in self._numbers for p in group["params"]]):
@@ -337,7 +340,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                     # after steps at temperature 0 an old draw must not count as the last step's
                     for name in REMEMBERED:
                         self.state.get(p, {}).pop(name, None)
-                if p.grad is None or not (is_noisy or group.get("freeze_after") is not None):
+                if p.grad is None:
+                    continue
+                if not is_noisy and group.get("freeze_after") is None:
+                    self._has_others = True
                     continue
                 state = self.state[p]
                 _checks.check_state(self._name, p, state, self.numbers)
