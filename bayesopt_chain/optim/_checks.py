@@ -161,18 +161,6 @@ def with_call(who: str, /, **given: Any) -> Iterator[None]:
         raise type(kind)(f"{who}({', '.join(shown)}): {err}") from err
 
 
-def momentum_of(who: str, value: Any, what: str) -> float:
-    """Read a momentum, or the decay of an average.
-
-    Raises:
-        ValueError: it lies outside [0, 1).
-    """
-    momentum = float(value)
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"{who}: {what} must lie in [0, 1) at temperature > 0, got {momentum}")
-    return momentum
-
-
 def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
     """Check that a parameter can be sampled.
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -46,7 +46,6 @@ from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
-from bayesopt_chain.trees import are_same
 
 _HAS_RANKS = dist.is_available()  # asked once, since asking takes as long as counting a step
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
@@ -286,7 +285,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         params = [*chain.from_iterable(map(_params, self.param_groups))]
         kinds = [*map(type, map(gradient, params))]
         work, self._work = self._work, None  # a step that raises leaves none
-        holds = work is not None and are_same(self._held(params, kinds), self._objects)
+        held = self._held(params, kinds)
+        holds = work is not None and len(held) == len(self._objects) and all(map(is_, held, self._objects))
         holds = holds and not any(map(self._temperature, self._cold))
         if work is None or not (holds and all([x.holds(self) for x in work])):
             holds, work = False, self._planned()

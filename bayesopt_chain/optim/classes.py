@@ -49,9 +49,20 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENT, MOMENTUM, PLAIN, SCALED, SCALED_MOMENTUM
-from bayesopt_chain.optim._checks import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
+
+
+def _momentum_of(who: str, value: Any, what: str) -> float:
+    """Read a momentum, or the decay of an average.
+
+    Raises:
+        ValueError: it lies outside [0, 1).
+    """
+    momentum = float(value)
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{who}: {what} must lie in [0, 1) at temperature > 0, got {momentum}")
+    return momentum
 
 
 class SGD(Sampling, torch.optim.SGD):
@@ -122,7 +133,7 @@ class SGD(Sampling, torch.optim.SGD):
                     f"{self._name}: Nesterov's momentum must stay above 0 at temperature > 0, got {momentum}"
                 )
             return Linear(lr, kind=PLAIN)
-        momentum_of(self._name, momentum, "momentum")
+        _momentum_of(self._name, momentum, "momentum")
         gain = 1.0 - float(group["dampening"])
         if gain <= 0.0:
             raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")
@@ -231,12 +242,12 @@ class _TwoMoments(Sampling):
 
     def _first_moment(self, group: dict[str, Any], step_size: float, direct: float = 0.0) -> Linear:
         """Return the numbers of a step whose velocity is ``exp_avg``: ``V' = b1 V + (1 - b1) g``."""
-        b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
+        b1 = _momentum_of(self._name, group["betas"][0], "betas[0]")
         shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
         return Linear(step_size, b1, 1.0 - b1, direct, shrink, velocity="exp_avg")
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
+        b1 = _momentum_of(self._name, group["betas"][0], "betas[0]")
         return self._first_moment(group, float(group["lr"]) / (1.0 - b1 ** counts[0]))
 
 
@@ -249,7 +260,7 @@ class _Adam(_TwoMoments):
         return square.sqrt().div_(correction).add_(group["eps"])
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        linear, b2 = super()._linear(group, counts), momentum_of(self._name, group["betas"][1], "betas[1]")
+        linear, b2 = super()._linear(group, counts), _momentum_of(self._name, group["betas"][1], "betas[1]")
         if group["amsgrad"]:
             return linear
         learned = self._learned(group, counts)
@@ -385,7 +396,7 @@ class RMSprop(Sampling, torch.optim.RMSprop):
     averages_scaled = True
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        lr, mu = float(group["lr"]), momentum_of(self._name, group["momentum"], "momentum")
+        lr, mu = float(group["lr"]), _momentum_of(self._name, group["momentum"], "momentum")
         kind = None if group["centered"] else SCALED_MOMENTUM if mu else SCALED
         square_decay = float(group["alpha"]) if self._learned(group, counts) == counts[0] else 1.0
         velocity = "momentum_buffer" if mu else None
