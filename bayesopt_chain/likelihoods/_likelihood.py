@@ -57,8 +57,14 @@ from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
 from bayesopt_chain.trees import as_tensor, wide
 
 
+@dataclass(frozen=True)
 class OutputRoot(ABC):
     """A root S of the Hessian of the loss in the outputs, ``sum_k s_k s_k^T``, for a batch of b data.
+
+    A subclass has :meth:`part` or :meth:`combine`, from which the other one follows.
+
+    Attributes:
+        values: what its columns are made of.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -67,7 +73,8 @@ class OutputRoot(ABC):
         (1, tensor([[0.2500, 0.2500]]))
     """
 
-    separates_positions: bool
+    values: Tensor
+    separates_positions = False
     """Whether every column is zero outside of one position, an index of all event axes but the last."""
 
     @property
@@ -75,7 +82,6 @@ class OutputRoot(ABC):
     def columns(self) -> int:
         """K, the number of columns of a datum."""
 
-    @abstractmethod
     def part(self, start: int, stop: int) -> Tensor:
         """Make some of the columns.
 
@@ -91,6 +97,9 @@ class OutputRoot(ABC):
             >>> bc.likelihoods.gaussian(0.25).root(torch.zeros(1, 2), torch.zeros(1, 2)).part(1, 2)
             tensor([[[0., 2.]]])
         """
+        units = torch.zeros(stop - start, self.columns, dtype=self.values.dtype, device=self.values.device)
+        units.diagonal(start).fill_(1)  # weights of one column each, the same for all data
+        return self.combine(units[:, None])
 
     def combine(self, weights: Tensor) -> Tensor:
         """Add up the columns with weights, ``sum_k w_kb s_kb``, in closed form without holding them where there is one.
@@ -154,40 +163,35 @@ class OutputRoot(ABC):
 
 @dataclass(frozen=True)
 class Elementwise(OutputRoot):
-    """The k-th column is ``scale``, ``[b, *event]``, at the event's k-th entry and 0 elsewhere: independent outputs."""
+    """The k-th column is ``values``, ``[b, *event]``, at the event's k-th entry and 0 elsewhere: independent outputs."""
 
-    scale: Tensor
     separates_positions = True
 
     @property
     def columns(self) -> int:
-        return self.scale.shape[1:].numel()
-
-    def part(self, start: int, stop: int) -> Tensor:
-        return self.combine(_units(start, stop, self.columns, self.scale))
+        return self.values.shape[1:].numel()
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self.scale * weights.reshape(*weights.shape[:-1], *self.scale.shape[1:])
+        return self.values * weights.reshape(*weights.shape[:-1], *self.values.shape[1:])
 
     def diagonal(self) -> Tensor:
-        return self.scale.square()
+        return self.values.square()
 
     def gram(self) -> Tensor:
-        return torch.diag(self.scale.square().flatten(0, -2).sum(0))
+        return torch.diag(self.values.square().flatten(0, -2).sum(0))
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        return Elementwise(self.scale * scale)
+        return Elementwise(self.values * scale)
 
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
     """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale`` where there is one.
 
-    ``p``, ``[b, *, C]``, are the probabilities of at least two classes, and ``scale`` is like them, the same for all classes of
-    a position; the outputs have their classes on ``axis``, counted from the end.
+    ``values`` are p, ``[b, *, C]``, probabilities of at least two classes, and ``scale`` is like them, the same for all classes
+    of a position; the outputs have their classes on ``axis``, counted from the end.
     """
 
-    p: Tensor
     axis: int = -1
     scale: Tensor | None = None
 
@@ -197,30 +201,27 @@ class Softmax(OutputRoot):
 
     @property
     def columns(self) -> int:
-        return self.p.shape[1:-1].numel() * (self.p.shape[-1] - 1)
-
-    def part(self, start: int, stop: int) -> Tensor:
-        return self.combine(_units(start, stop, self.columns, self.p))
+        return self.values.shape[1:-1].numel() * (self.values.shape[-1] - 1)
 
     def combine(self, weights: Tensor) -> Tensor:
-        left = self.p.flip(-1).cumsum(-1).flip(-1)  # from class k on
+        left = self.values.flip(-1).cumsum(-1).flip(-1)  # from class k on
         q, with_k = left[..., 1:], left[..., :-1]
-        d = (self.p[..., :-1] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 where no probability is left
+        d = (self.values[..., :-1] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()  # 0 where no probability is left
         d = d if self.scale is None else d * self.scale[..., :-1]
         weights = weights.reshape(*weights.shape[:-1], *d.shape[1:])
         own = pad(weights, (0, 1)) * pad(d, (0, 1))
         before = (pad(weights, (1, 0)) * pad(d / torch.where(q > 0, q, 1), (1, 0))).cumsum(-1)
-        return torch.addcmul(own, self.p, before, value=-1).movedim(-1, self.axis)
+        return torch.addcmul(own, self.values, before, value=-1).movedim(-1, self.axis)
 
     def diagonal(self) -> Tensor:
-        return self._times(self._times(self.p * (1 - self.p))).movedim(-1, self.axis)
+        return self._times(self._times(self.values * (1 - self.values))).movedim(-1, self.axis)
 
     def gram(self) -> Tensor:
-        rows = self._times(self.p)
+        rows = self._times(self.values)
         return torch.diag(self._times(rows).flatten(0, -2).sum(0)) - rows.flatten(0, -2).mT @ rows.flatten(0, -2)
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        return Softmax(self.p, self.axis, self._times(scale.movedim(self.axis, -1)))
+        return Softmax(self.values, self.axis, self._times(scale.movedim(self.axis, -1)))
 
     def _times(self, values: Tensor) -> Tensor:
         return values if self.scale is None else values * self.scale
@@ -228,24 +229,14 @@ class Softmax(OutputRoot):
 
 @dataclass(frozen=True)
 class Explicit(OutputRoot):
-    """Columns that are held: ``held``, ``[K, b, *event]``."""
-
-    held: Tensor
-    separates_positions = False
+    """Columns that are held: ``values``, ``[K, b, *event]``."""
 
     @property
     def columns(self) -> int:
-        return self.held.shape[0]
+        return self.values.shape[0]
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self.held[start:stop]
-
-
-def _units(start: int, stop: int, columns: int, like: Tensor) -> Tensor:
-    """Weights of one column each, the same for all data, ``[stop - start, 1, K]``."""
-    units = torch.zeros(stop - start, columns, dtype=like.dtype, device=like.device)
-    units.diagonal(start).fill_(1)
-    return units[:, None]
+        return self.values[start:stop]
 
 
 class Support(NamedTuple):
@@ -970,6 +961,25 @@ class Likelihood(ABC):
         nodes, log_weights = normal_nodes(grouping.split(outputs.mean), grouping.blocks(outputs.covariance), points)
         of_rule = points if len(log_weights) == points else 0
         return Predictive(self, grouping.join(nodes, event), log_weights, points=of_rule)
+
+    def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        """The nodes that distribution functions, quantiles and scores ask, which need no density far out.
+
+        Args:
+            outputs: Gaussian outputs of data apart.
+            points: of the rule, odd. Default 129.
+
+        Returns:
+            A mixture. Default: :meth:`mixed`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> outputs = likelihoods.Outputs(torch.ones(1, 1), torch.full((1, 1), 0.25))
+            >>> likelihoods.student_t(3.0).mixed_below(outputs).likelihood.name  # a mixture of Gaussians
+            'gaussian'
+        """
+        return self.mixed(outputs, points)
 
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """:meth:`log_prob` of a mixture's nodes, ``[S, N, *event]``: at once, where the likelihood takes leading axes.

@@ -8,6 +8,10 @@ At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With
 
     y | r ~ N(m + S_mr / S_rr (r - E r),  S_mm - S_mr^2 / S_rr + e^r),      r by the trapezoidal rule.
 
+Student's t is a mixture of Gaussians too, so that distribution function, quantiles and score of targets are those of
+
+    y | W ~ N(m, S + s^2 / W),     W ~ Gamma(nu / 2) of mean 1,             log W by the trapezoidal rule.
+
 Counts have log rates as outputs.
 
 poisson             loss = e^f - y f + log y!                                    sum_k s_k s_k^T = e^f
@@ -24,7 +28,6 @@ float32 a count of 10^6, and a dispersion of 10^6, would be wrong by half a nat.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,18 +38,21 @@ from torch.special import ndtr
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import FEW, gamma_like, incomplete_beta, normal_nodes
+from bayesopt_chain.likelihoods._quadrature import FEW, gamma_like, incomplete_beta, log_gamma, normal_nodes
 from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)
 
 
 class Normal(Likelihood):
-    """Gaussian noise, of outputs that :meth:`pair` turns into means and log variances of targets."""
+    """Gaussian noise of outputs ``[*, 2]``, mean and log variance of each target; a subclass has another :meth:`pair`."""
 
-    @abstractmethod
+    name = "gaussian"
+
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Means and log variances."""
+        mean, log_variance = outputs.unbind(-1)
+        return mean, log_variance
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, log_variance = self.pair(outputs)
@@ -81,7 +87,6 @@ class Gaussian(Normal):
     """See :func:`gaussian`."""
 
     variance_of_noise: Any
-    name = "gaussian"
 
     def grouping(self, event: torch.Size) -> Grouping:
         return _each_of("gaussian: variance", self.variance_of_noise, event)
@@ -148,14 +153,10 @@ class LearnedGaussian(Normal):
         m, s = grouping.split(outputs.mean), grouping.blocks(outputs.covariance)
         s = torch.diag_embed(s) if s.ndim == m.ndim else s
         r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], points)
-        r, tiny = r[..., 0], torch.finfo(s.dtype).tiny
-        gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(tiny)
-        left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0) + tiny
+        r, gain = r[..., 0], s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
         within, of_means = (m[..., 1] + s[..., 1, 1] / 2).exp(), (m[..., 0], s[..., 0, 0])
-        # far out e^r is no number of the dtype, and r is one
-        of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
-        nodes = grouping.join(of_y, outputs.mean.shape[1:])
-        return Predictive(self, nodes, log_weights, None, within, of_means, points)
+        nodes = _normals(m[..., 0] + gain * (r - m[..., 1]), s[..., 0, 0] - gain * s[..., 0, 1], r)
+        return Predictive(Normal(), nodes, log_weights, None, within, of_means, points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +194,14 @@ class StudentT(Likelihood):
         half, df = torch.tensor([0.5, self.df], dtype=torch.float64, device=outputs.device)
         tail = incomplete_beta(df / 2, half, df / (df + t.square()), t.square() / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
+
+    def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
+        if self.df < 1:  # log W spreads over hundreds
+            return self.mixed(outputs, points)
+        u, log_weights = (x.to(outputs.mean) for x in log_gamma(self.df / 2, points))
+        log_noise = 2 * self._scale(outputs.mean).log() - u.reshape(-1, *[1] * outputs.mean.ndim)
+        nodes = _normals(outputs.mean, outputs.variance.reshape(outputs.mean.shape), log_noise)
+        return Predictive(Normal(), nodes, log_weights, points=points)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return StudentT(self.df, self.scale * factor**0.5), outputs
@@ -316,8 +325,8 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 
     Targets have the shape of the outputs, ``[B, *event]``. The curvature is the Fisher information, which is positive
-    where the Hessian of the loss is not. Predictions are integrated over outputs; where these deviate by so many scales that it
-    cannot be done (10,000), that is an error.
+    where the Hessian of the loss is not. Predictive densities are integrated over outputs; where these deviate by so many
+    scales that it cannot be done (10,000), that is an error.
 
     Args:
         df: degrees of freedom, in (0, 1e9]; below 2 the variance of a target is infinite, which predictions say. Default 4.
@@ -387,6 +396,12 @@ def _each_of(what: str, value: Any, event: torch.Size) -> Grouping:
             "let the model return a log variance for each datum (gaussian(variance='learned'))"
         )
     return Grouping(tuple(event), 1)
+
+
+def _normals(mean: Tensor, spread: Tensor, log_noise: Tensor) -> Tensor:
+    """Outputs of :class:`Normal` targets of variance ``spread + exp(log_noise)``, which far out is no number of the dtype."""
+    log_variance = torch.logaddexp(log_noise, (spread.clamp_min(0) + torch.finfo(spread.dtype).tiny).log())
+    return torch.stack([mean.expand_as(log_variance), log_variance], -1)
 
 
 def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:

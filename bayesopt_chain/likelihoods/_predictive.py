@@ -37,16 +37,16 @@ from bayesopt_chain.likelihoods._quadrature import (
     MANY,
     UNLIKELY,
     TooFew,
-    gauss_legendre,
+    fine_grid,
     require_enough,
     root_by_eigenvectors,
 )
 from bayesopt_chain.trees import upcast
 
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
-PIECES, NODES = 64, 8  # of each of the two integrals of a score, and nodes of a piece
-ROUNDS = 3  # times that pieces are shifted
-STRETCH = 14.0  # they reach sinh(14) = 600,000 interquartile ranges out
+POINTS = (129, 513, 2049, 8193)  # of each of the two integrals of a score
+CLOSE = 1e-6  # how close every other point has to come, which is about the square root of a rule's error
+STRETCH = 14.0  # integrals reach sinh(14) = 600,000 interquartile ranges out
 BISECTIONS = 64
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
@@ -114,10 +114,10 @@ class Outputs(NamedTuple):
         return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
 
 
-def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def at_nodes(question: Callable[..., Tensor], rule: str = "mixed") -> Callable[..., Tensor]:
     """Let draws answer a question; of Gaussian outputs nodes, for as many data at once as fit, and as many as it takes.
 
-    What it is asked with are tensors with a row a datum, and numbers.
+    What it is asked with are tensors with a row a datum, and numbers. ``rule`` is the method of a likelihood that makes nodes.
 
     Raises:
         ValueError: a likelihood that is too narrow for the outputs.
@@ -130,7 +130,7 @@ def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
         points = FEW
         while points <= MANY:
             try:
-                answers = [question(nodes, *cut) for nodes, cut in self._nodes(points, given)]
+                answers = [question(nodes, *cut) for nodes, cut in self._nodes(rule, points, given)]
                 return torch.cat(answers).to(self.outputs.mean.dtype)
             except TooFew:
                 points = 2 * points - 1
@@ -142,6 +142,9 @@ def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
 
     return asked
+
+
+of_values = functools.partial(at_nodes, rule="mixed_below")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +187,8 @@ class Predictive:
     """
 
     likelihood: Any
-    outputs: Outputs | Tensor
-    log_weights: Tensor | None = None
+    outputs: Any
+    log_weights: Any = None
     mean_entropy: Tensor | None = None
     within: Tensor | None = None
     of_means: tuple[Tensor, Tensor] | None = None
@@ -198,7 +201,7 @@ class Predictive:
     @at_nodes
     def mean(self) -> Tensor:
         """``E y``, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
-        return self._average(self.likelihood.mean(self._draws)) if self.of_means is None else self.of_means[0]
+        return self._average(self.likelihood.mean(self.outputs)) if self.of_means is None else self.of_means[0]
 
     @property
     @at_nodes
@@ -237,7 +240,7 @@ class Predictive:
         noise = self._noise.reshape(1 if joint else len(self._first), -1)
         if not isinstance(self.outputs, Outputs):
             means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), *noise.shape)
-            weights = self._log_weights.exp().to(means)
+            weights = self.log_weights.exp().to(means)
             means = means - torch.tensordot(weights, means, dims=1)
             between = torch.einsum("s,sni,snj->nij", weights, means, means)
         elif self.likelihood.noise_variance is None:
@@ -280,7 +283,7 @@ class Predictive:
             return self._noise
         if self.mean_entropy is not None:
             return self.mean_entropy
-        return self._average(self._entropy(self.likelihood.mean(self._draws)))
+        return self._average(self._entropy(self.likelihood.mean(self.outputs)))
 
     @property
     def epistemic(self) -> Tensor:
@@ -309,7 +312,7 @@ class Predictive:
         """The continuous ranked probability score: how far the predicted distribution is from what came.
 
         Of a Gaussian it is in closed form, of counts and classes in order a sum (their ranked probability score), of others an
-        integral, to about 1e-6 of the predictive's width (1e-3 where draws are a hundred times as far apart as their noise).
+        integral, to about 1e-6 of the predictive's width (1e-3 where draws are a thousand times as far apart as their noise).
 
         Args:
             targets: ``[N, *positions]``.
@@ -377,14 +380,14 @@ class Predictive:
         """
         return self._reached(level)
 
-    @at_nodes
+    @of_values
     @torch.no_grad()
     def _reached(self, level: float) -> Tensor:
         """Where the distribution function reaches a level, by bisection."""
-        draws, support = self._draws, self._ordered("quantile")
+        draws, support = self.outputs, self._ordered("quantile")
         if draws.dtype != torch.float64 and not TAIL < level < 1 - TAIL:
             # in single precision weights add up to one within 1e-7, which is a tail
-            log_weights = self._log_weights.double().log_softmax(0)
+            log_weights = self.log_weights.double().log_softmax(0)
             return replace(self, outputs=draws.double(), log_weights=log_weights).quantile(level)
         low, high, value = self._line(support)
         for _ in range(BISECTIONS):
@@ -445,41 +448,31 @@ class Predictive:
         if isinstance(self.outputs, Outputs):
             drawn = self.outputs.draw(samples, generator)
         else:
-            weights = self._log_weights.exp().to(self.outputs.device)
+            weights = self.log_weights.exp().to(self.outputs.device)
             drawn = self.outputs[torch.multinomial(weights, samples, True, generator=generator)]
         labels = self.likelihood.draw(drawn.flatten(0, 1), generator)
         return labels.reshape(*drawn.shape[:2], *labels.shape[1:])
-
-    @property
-    def _draws(self) -> Tensor:
-        assert isinstance(self.outputs, Tensor)
-        return self.outputs
-
-    @property
-    def _log_weights(self) -> Tensor:
-        assert self.log_weights is not None
-        return self.log_weights
 
     @property
     def _first(self) -> Tensor:
         """One set of outputs, ``[N, *event]``."""
         return self.outputs.mean if isinstance(self.outputs, Outputs) else self.outputs[0]
 
-    def _nodes(self, points: int, given: tuple[Any, ...]) -> Iterator[tuple[Predictive, tuple[Any, ...]]]:
+    def _nodes(self, rule: str, points: int, given: tuple[Any, ...]) -> Iterator[tuple[Predictive, tuple[Any, ...]]]:
         """Nodes that stand for Gaussian outputs, some data after the other, with their rows of what was given."""
-        assert isinstance(self.outputs, Outputs)
         mean, covariance = self.outputs.mean, self.outputs.blocks
         if points > FEW:  # rounding in single precision would look as if points were too few for ever
             mean, covariance = mean.double(), covariance.double()
-        one: Predictive = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]), points)
-        at_once = max(1, NUMBERS_AT_ONCE // max(1, one._draws.numel()))
+        mixed: Callable[[Outputs, int], Predictive] = getattr(self.likelihood, rule)
+        one = mixed(Outputs(mean[:1], covariance[:1]), points)
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, one.outputs.numel()))
         cuts = [x.split(at_once) if isinstance(x, Tensor) else repeat(x) for x in given]
         for m, c, *cut in zip(mean.split(at_once), covariance.split(at_once), *cuts):
-            yield self.likelihood.mixed(Outputs(m, c), points), tuple(cut)
+            yield mixed(Outputs(m, c), points), tuple(cut)
 
     def _average(self, values: Tensor, unit: Any = None) -> Tensor:
         """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the sum's own."""
-        weights = self._log_weights.to(values.dtype).exp()
+        weights = self.log_weights.to(values.dtype).exp()
         if self.points > FEW:  # far out a value may be infinite where no weight is left
             values = torch.where(weights.reshape(-1, *[1] * (values.ndim - 1)) > 0, values, 0)
         found = torch.tensordot(weights, values, dims=1)
@@ -493,7 +486,7 @@ class Predictive:
     @at_nodes
     def _noise(self) -> Tensor:
         """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
-        return self._average(self.likelihood.variance(self._draws)) if self.within is None else self.within
+        return self._average(self.likelihood.variance(self.outputs)) if self.within is None else self.within
 
     @property
     @at_nodes
@@ -501,7 +494,7 @@ class Predictive:
         """``Var E[y | f]``, shaped like the mean: the part of the variance that more data could remove."""
         if self.of_means is not None:
             return self.of_means[1]
-        means = self.likelihood.mean(self._draws)
+        means = self.likelihood.mean(self.outputs)
         return self._average((means - self._average(means)).square())
 
     def _entropy(self, p: Tensor) -> Tensor:
@@ -517,8 +510,8 @@ class Predictive:
 
     @at_nodes
     def _log_density(self, labels: Any) -> Tensor:
-        each = self.likelihood.log_prob_at_nodes(self._draws, labels)
-        log_weights = self._log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
+        each = self.likelihood.log_prob_at_nodes(self.outputs, labels)
+        log_weights = self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
         if self.points > FEW:
             each = torch.where(each.isnan() & (log_weights < UNLIKELY), -math.inf, each)
         each = each + log_weights
@@ -528,18 +521,21 @@ class Predictive:
             require_enough(torch.ones_like(found), (of_half - found).exp(), 0)
         return found
 
-    @at_nodes
+    @of_values
     def _below(self, values: Tensor) -> Tensor:
         """The distribution function."""
-        return self._average(self.likelihood.cdf(self._draws, values).to(self._draws.dtype), unit=1.0)
+        return self._average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype), unit=1.0)
 
-    @at_nodes
+    @of_values
     def _score(self, labels: Tensor) -> Tensor:
         support = self._ordered("crps")
-        labels = labels.to(self._draws.dtype) if labels.is_floating_point() else labels
+        labels = labels.to(self.outputs.dtype) if labels.is_floating_point() else labels
         closed = getattr(self.likelihood, "mixture_crps", None)
         if closed is not None:
-            return closed(self._draws, self._log_weights, labels)
+            found = closed(self.outputs, self.log_weights, labels)
+            if self.points:
+                require_enough(found, closed(self.outputs[::2], self.log_weights[::2].log_softmax(0), labels), found)
+            return found
         return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
 
     def _ordered(self, what: str) -> Any:
@@ -557,13 +553,13 @@ class Predictive:
         The value is ``sign(u) (e^|u| - 1)`` from an end of the support, or from the mean.
         """
         ends = [end for end in (support.low, support.high) if math.isfinite(end)]
-        start = torch.zeros_like(self._below(self._draws.new_zeros(())), dtype=torch.float64)
+        start = torch.zeros_like(self._below(self.outputs.new_zeros(())), dtype=torch.float64)
         start = start + (ends[0] if ends else self.mean)
-        far = math.log(torch.finfo(self._draws.dtype).max) - 1
+        far = math.log(torch.finfo(self.outputs.dtype).max) - 1
 
         def value(u: Tensor) -> Tensor:
             x = start + u.sign() * u.abs().expm1()
-            return (x.floor() if support.is_discrete else x).to(self._draws.dtype)
+            return (x.floor() if support.is_discrete else x).to(self.outputs.dtype)
 
         def at(end: float) -> Tensor:
             way = end - sum(ends[:1])
@@ -573,7 +569,7 @@ class Predictive:
         return at(support.low - step), at(support.high + step / 2), value
 
     def _summed_score(self, y: Tensor, support: Any) -> Tensor:
-        draws = self._draws
+        draws = self.outputs
         ends = torch.full_like(y, min(support.high, MOST_COUNTS), dtype=torch.float64)
         if support.high == math.inf:
             rest = max(1e-9, 16 * torch.finfo(draws.dtype).eps)  # to which weights of a mixture add up to one
@@ -589,46 +585,33 @@ class Predictive:
             for k in range(first, min(first + COUNTS, last + 1)):
                 at = torch.full_like(ends[rows], k)
                 # much cheaper than distribution functions
-                masses = self.likelihood.log_prob_at_nodes(some._draws, at).exp()
+                masses = self.likelihood.log_prob_at_nodes(some.outputs, at).exp()
                 below[rows] += some._average(masses, unit=1.0)
                 total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
         return total
 
     def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
-        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support, in
-        pieces that are short where the distribution function rises, as at components that are narrow and far apart."""
-        draws = self._draws
-        nodes, weights = (x.to(draws).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
-        even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(draws)
+        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support, by a
+        trapezoidal rule of so many points as every other one confirms, as components that are narrow and far apart need."""
+        draws = self.outputs
         middle = self.quantile(0.5)
         width = (self.quantile(0.75) - self.quantile(0.25)).clamp_min(torch.finfo(middle.dtype).tiny)
-        many = replace(self, outputs=draws[:, None])  # of values [nodes, N, *]
-        start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
+        many = replace(self, outputs=draws[:, None])  # of values [points, N, *]
+        start, found = torch.asinh((y - middle) / width), torch.zeros_like(middle)
 
         def below(u: Tensor) -> Tensor:
             at_once = max(1, AT_ONCE // max(1, draws.numel()))
             return torch.cat([many._below(x) for x in (middle + width * u.sinh()).split(at_once)])
 
-        for end, sign in ((support.low, -1.0), (support.high, 1.0)):
-            stop = torch.asinh((end - middle) / width) if math.isfinite(end) else torch.full_like(start, sign * STRETCH)
-            edges = start + even.reshape(-1, *[1] * y.ndim) * (stop - start)
-            for _ in range(ROUNDS):
-                edges = _shifted(edges, below(edges).detach())
-            steps = edges.diff(dim=0)[:, None]
-            u = (edges[:-1, None] + nodes * steps).flatten(0, 1)
-            missed = below(u) if sign < 0 else 1 - below(u)
-            terms = (weights * steps).flatten(0, 1) * missed.square() * u.cosh()
-            total = total + terms.sum(0) * sign * width
-        return total
-
-
-def _shifted(edges: Tensor, reached: Tensor) -> Tensor:
-    """Edges ``[pieces + 1, *]`` of as many pieces with equal shares of the way and of the rise of what is reached there."""
-    tiny = torch.finfo(edges.dtype).tiny
-    way, rise = (x.diff(dim=0).abs() for x in (edges, reached))
-    share = way / way.sum(0).clamp_min(tiny) + rise / rise.sum(0).clamp_min(tiny)
-    known = torch.nn.functional.pad(share.cumsum(0).flatten(1).mT, (1, 0)).contiguous()
-    wanted = known[:, -1:] * torch.linspace(0, 1, len(edges), device="cpu").to(known)
-    at = torch.searchsorted(known, wanted).clamp(1, len(edges) - 1)
-    (a, b), (low, high) = ((x.gather(1, at - 1), x.gather(1, at)) for x in (known, edges.flatten(1).mT))
-    return (low + (high - low) * ((wanted - a) / (b - a).clamp_min(tiny))).mT.reshape(edges.shape)
+        for points in POINTS:
+            z, log_weights = (x.to(draws).reshape(-1, *[1] * y.ndim) for x in fine_grid(points))
+            terms = torch.zeros_like(z)
+            for end, sign in ((support.low, -1.0), (support.high, 1.0)):
+                stop = torch.asinh((end - middle) / width) if math.isfinite(end) else sign * STRETCH
+                u = start + torch.special.ndtr(z) * (stop - start)
+                missed = below(u) if sign < 0 else 1 - below(u)
+                terms = terms + log_weights.exp() * (stop - start).abs() * missed.square() * u.cosh()
+            found = terms.sum(0)
+            if not bool(((2 * terms[::2].sum(0) - found).abs() > CLOSE * found).any()):
+                break
+        return found * width

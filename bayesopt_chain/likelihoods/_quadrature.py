@@ -1,6 +1,7 @@
 r"""Means over Gaussian outputs: nodes and weights, so that an expectation is a weighted sum.
 
     one output      m + sd sinh(u), trapezoidal rule on n points of u      weights exp(-sinh(u)^2 / 2) cosh(u)
+    log of gamma    u, trapezoidal rule on n points                         weights exp(a (u - e^u)) for the shape a
     K outputs       m +- A z_s, z_s a scrambled Sobol sequence turned normal, A A^T = S
 
 The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so
@@ -67,6 +68,7 @@ FEW, MANY = 129, 2**20 + 1  # points of the trapezoidal rule: to begin with, and
 AGREE, LEAST = 1e-5, 1e-7  # of the answer, and of a unit: how close a rule has to be to that of every other point
 PAIRS = 128  # antithetic pairs of Sobol points
 NEAR, REACH = 10.0, 36.0  # standard deviations at which float32 and float64 still have normal products of weights
+NATS = 45.0  # by which a gamma density falls from its mode to its first and last nodes
 FAR = 1e3  # the same, for targets far out
 UNLIKELY = -100.0  # log weight of a node at which a likelihood may overflow
 
@@ -99,6 +101,14 @@ def fine_grid(points: int = FEW, reach: float = REACH) -> tuple[Tensor, Tensor]:
     return z, (u.cosh().log() - z.square() / 2).log_softmax(0)
 
 
+@constant
+def log_gamma(shape: float, points: int = FEW) -> tuple[Tensor, Tensor]:
+    """Nodes of ``log W`` and logarithms of weights, ``[points]`` each, float64, for W of a gamma distribution of mean 1."""
+    reach = NATS / shape + (2 * NATS / shape) ** 0.5  # e^u - 1 - u is NATS / shape or more at both ends
+    u = torch.linspace(-reach, math.log1p(reach), points, dtype=torch.float64, device="cpu")
+    return u, (shape * (u - u.expm1())).log_softmax(0)
+
+
 class TooFew(Exception):
     """The points of a rule are too few for what was averaged over them."""
 
@@ -113,15 +123,6 @@ def require_enough(found: Tensor, of_half: Tensor, unit: Any) -> None:
     allowed = AGREE * found.abs() + least * unit
     if not is_hidden(found) and bool(((found - of_half).abs() > allowed).any()):
         raise TooFew
-
-
-@constant
-def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights, ``[nodes]`` each, for integrals over [0, 1]."""
-    k = torch.arange(1, nodes, dtype=torch.float64, device="cpu")
-    off = k / (4 * k.square() - 1).sqrt()
-    values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return (values + 1) / 2, vectors[0].square()
 
 
 @constant
@@ -186,12 +187,17 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
         variance = covariance if covariance.ndim == mean.ndim else covariance[..., 0]
         deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         return mean + deviation * z.reshape(-1, *[1] * mean.ndim), log_weights
-    z = sobol_normals(mean.shape[-1]).to(mean)
-    if covariance.ndim == mean.ndim:
-        moves = covariance.sqrt() * z.reshape(-1, *[1] * (mean.ndim - 1), z.shape[1])
-    else:
-        moves = torch.einsum("...ij,sj->s...i", square_root(covariance), z)
-    return torch.cat([mean + moves, mean - moves]), mean.new_full((2 * len(z),), -math.log(2 * len(z)))
+    nodes = sobol_nodes(mean, covariance).movedim(-1, 0)
+    return nodes, mean.new_full((2 * PAIRS,), -math.log(2 * PAIRS))
+
+
+def sobol_nodes(mean: Tensor, covariance: Tensor, pairs: int = PAIRS) -> Tensor:
+    """Points ``[*, K, 2 pairs]`` of equal weight, last, where torch's softmax over few classes is fast."""
+    half = sobol_normals(mean.shape[-1], pairs).to(covariance).mT
+    z = torch.cat([half, -half], 1)
+    return mean[..., None] + (
+        covariance.sqrt()[..., None] * z if covariance.ndim == mean.ndim else square_root(covariance) @ z
+    )
 
 
 TERMS, TINY = 4000, 1e-300
@@ -309,17 +315,11 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
         >>> bc.posterior.softmax_mean(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
         tensor([0.7311, 0.2689])
     """
-    variance, is_matrix, classes = _variance_of(mean, covariance), covariance.ndim > mean.ndim, mean.shape[-1]
-    root = (
-        square_root(covariance).reshape(-1, classes, classes) if is_matrix else variance.sqrt().reshape(-1, classes, 1)
-    )
-    half, mean = sobol_normals(classes, pairs).to(root).mT, mean.to(root.dtype)
-    z = torch.cat([half, -half], 1)  # [C, 2 S]: points last, where torch's softmax over few classes is fast
-    at_once = max(1, NUMBERS_AT_ONCE // (2 * pairs * classes))
-    parts = []
-    for m, a in zip(mean.reshape(-1, classes).split(at_once), root.split(at_once)):
-        parts.append((m[..., None] + (a @ z if is_matrix else a * z)).softmax(1).mean(-1))
-    return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
+    _variance_of(mean, covariance)
+    rows, at_once = mean.shape[:-1].numel(), max(1, NUMBERS_AT_ONCE // (2 * pairs * mean.shape[-1]))
+    flat = mean.to(covariance).reshape(rows, -1), covariance.reshape(rows, *covariance.shape[mean.ndim - 1 :])
+    parts = [sobol_nodes(m, c, pairs).softmax(-2).mean(-1) for m, c in zip(*(x.split(at_once) for x in flat))]
+    return torch.cat(parts).reshape(mean.shape)
 
 
 def _variance_of(mean: Tensor, covariance: Tensor) -> Tensor:

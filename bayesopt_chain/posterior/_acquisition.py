@@ -203,7 +203,7 @@ def _probabilities(predictive: Predictive, who: str, name: str) -> tuple[Tensor,
         )
     p = p.reshape(*p.shape[:2], -1)
     checks.finite_data(f"{who}: {name}: predictions", p.transpose(0, 1))
-    return p, predictive._log_weights.exp().to(p)
+    return p, predictive.log_weights.exp().to(p)
 
 
 def _entropy(p: Tensor) -> Tensor:

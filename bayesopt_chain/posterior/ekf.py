@@ -211,7 +211,7 @@ def _observation(
         return Observation(tree(rows), innovation, None, *known)
     slope, root = chosen.gradient(f, targets), chosen.root(f, targets)
     if isinstance(root, Elementwise):
-        scale = root.scale.reshape(-1).clamp_min(SMALLEST)
+        scale = root.values.reshape(-1).clamp_min(SMALLEST)
         innovation = -slope.reshape(-1) / scale
         rows = pull(torch.diag(scale).reshape(-1, *f.shape))
         force = combine(innovation, rows)

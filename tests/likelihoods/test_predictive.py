@@ -4,10 +4,11 @@ import math
 import pickle
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 from torch import nn
 
 import bayesopt_chain as bc
@@ -122,7 +123,22 @@ def test_the_score_of_a_gaussian_is_its_closed_form():
     torch.testing.assert_close(predictive.crps(2 * z[:, None])[:, 0], wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-8), (100.0, 1e-4)])
+@pytest.mark.parametrize("df", [1.2, 4.0, 1e9])
+def test_the_score_of_student_t_is_its_closed_form(df):
+    """That at known outputs (Jordan, Krueger and Lerch, 2019); its slope is ``2 F(y) - 1``; and at last it is a Gaussian's."""
+    likelihood, y, t = likelihoods.student_t(df), torch.tensor([[0.0], [1.3], [-20.0]], requires_grad=True), stats.t(df)
+    z, ratio = y.detach().numpy(), special.beta(0.5, df - 0.5) / special.beta(0.5, df / 2) ** 2
+    wanted = z * (2 * t.cdf(z) - 1) + 2 * (t.pdf(z) * (df + z**2) - df**0.5 * ratio) / (df - 1)
+    known, uncertain = (likelihood.predictive(torch.zeros(3, 1), torch.full((3, 1, 1), v)) for v in (0.0, 7.0))
+    torch.testing.assert_close(known.crps(y).detach(), torch.as_tensor(wanted), rtol=1e-8, atol=0)
+    slope = torch.autograd.grad(uncertain.crps(y).sum(), y)[0]
+    torch.testing.assert_close(slope, 2 * uncertain.cdf(y.detach()) - 1, rtol=1e-8, atol=1e-10)
+    if df == 1e9:
+        limit = replace(uncertain, likelihood=likelihoods.gaussian(1.0))
+        torch.testing.assert_close(uncertain.crps(y), limit.crps(y), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
 def test_the_integrated_score_of_components_far_apart_is_the_closed_form(apart, tolerance):
     """Gaussian noise as a custom likelihood, which is integrated, against ``E|X - y| - E|X - X'| / 2``."""
     outputs = apart * torch.randn(5, 3, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -179,7 +195,6 @@ def test_sobol_means_have_the_derivatives_of_their_values():
 
 
 def test_the_incomplete_beta_function_is_scipys():
-    special = pytest.importorskip("scipy.special")
     a, b, x = (10 ** (6 * torch.rand(500) - 2)), (10 ** (6 * torch.rand(500) - 2)), torch.rand(500)
     wanted = torch.from_numpy(special.betainc(a.numpy(), b.numpy(), x.numpy()))
     torch.testing.assert_close(incomplete_beta(a, b, x), wanted, rtol=0, atol=1e-10)
@@ -207,18 +222,12 @@ def test_likelihoods_are_pickled():
         assert type(twin) is type(likelihood) and twin.name == likelihood.name
 
 
-def test_quadrature_over_an_interval_is_exact_for_polynomials():
-    nodes, weights = _quadrature.gauss_legendre(5)
-    powers = torch.arange(10.0)[:, None]
-    torch.testing.assert_close((weights * nodes**powers).sum(1), 1 / (powers[:, 0] + 1), rtol=1e-13, atol=0)
-
-
 @pytest.mark.parametrize(("df", "wanted"), [(2.5, 5.0), (4.0, 2.0), (2.0, math.inf), (1.0, math.inf)])
 def test_the_variance_of_student_t_is_finite_above_two_degrees_of_freedom(df, wanted):
     assert float(likelihoods.student_t(df, 0.5).variance(torch.zeros(1))) == pytest.approx(0.25 * wanted)
 
 
-TABLES = {"fine_grid": (129,), "gauss_legendre": (6,), "sobol_normals": (4, 8)}
+TABLES = {"fine_grid": (129,), "log_gamma": (2.0, 129), "sobol_normals": (4, 8)}
 
 
 @pytest.mark.parametrize("name", TABLES)
