@@ -98,9 +98,10 @@ def rooms(files: dict[str, str]) -> dict[str, dict[str, int]]:
     """Files and statements of each room, and of everything."""
     found = {room: {"files": 0, "statements": 0} for room in (*ROOMS, "everything")}
     for path, text in files.items():
+        count = statements(text)
         for room in (room_of(path), "everything"):
             found[room]["files"] += 1
-            found[room]["statements"] += statements(text)
+            found[room]["statements"] += count
     return found
 
 

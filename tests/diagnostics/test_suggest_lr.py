@@ -133,7 +133,7 @@ def test_batches_that_somebody_made_are_handed_back_with_the_law_of_their_order(
     batches, mode, data = ordered()
     dataset = torch.utils.data.TensorDataset(*data)
     loaders = [torch.utils.data.DataLoader(dataset, 20, shuffle=shuffle) for shuffle in (False, True)]
-    found = [bc.suggest_lr(at(800), squares, mode, data) for data in (batches, *loaders)]
+    found = [bc.suggest_lr(at(800), squares, mode, data, epochs=20) for data in (batches, *loaders)]
     assert [x.report.order for x in found] == ["fixed", "fixed", "reshuffled"]
     assert all(x.report.steps_per_epoch == 40 and x.batch_size == 20 for x in found)
     assert all(x.batches is data for x, data in zip(found, (batches, *loaders)))
@@ -148,7 +148,7 @@ def test_trial_runs_start_from_the_state_that_is_given():
     make, data = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), bc.epochs(data, 20)
     _, state = bc.sample(bc.make_step(squares, make(1e-5)), mode, make(1e-5).init(mode), data, steps=60).last
     given = optree.tree_map(torch.clone, state)
-    assert bc.suggest_lr(make, squares, mode, data, state=state).diverged == 0
+    assert bc.suggest_lr(make, squares, mode, data, epochs=20, state=state).diverged == 0
     assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(given)))
     with pytest.raises(ValueError, match="state of a run"):
         bc.suggest_lr(make, squares, mode, data)
@@ -169,7 +169,7 @@ def test_momentum_and_batch_size_may_be_open_and_chance_is_that_of_the_seed():
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        found.append(bc.suggest_lr(partial(bc.sghmc, temperature=1 / 400), squares, mode, data))
+        found.append(bc.suggest_lr(partial(bc.sghmc, temperature=1 / 400), squares, mode, data, epochs=20))
         assert torch.equal(before, torch.get_rng_state())
     assert str(found[0]) == str(found[1])
     assert found[0].momentum in MOMENTA and found[0].batch_size in (400, 40, 10)
@@ -291,7 +291,9 @@ def test_a_limit_from_few_data_at_an_exact_mode_is_right_or_called_uncertain(d, 
 @pytest.mark.slow
 def test_a_clip_that_never_acts_is_none():
     far, none = (
-        bc.suggest_lr(lambda lr, f=front: bc.chain(*f, bc.sghmc(lr, temperature=T)), squares, mode, bc.epochs(data, 20))
+        bc.suggest_lr(
+            lambda lr, f=front: bc.chain(*f, bc.sghmc(lr, temperature=T)), squares, mode, bc.epochs(data, 20), epochs=20
+        )
         for front in ((torchopt.clip_grad_norm(1e3),), ())
     )
     assert (far.lr, far.stability, far.excess) == (none.lr, none.stability, none.excess)
@@ -383,7 +385,9 @@ def test_a_batch_of_nan_is_named_wherever_it_is_met(bad, words):
 def test_the_generator_of_the_noise_stays_where_it_was():
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
-    bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=T, generator=generator), squares, mode, bc.epochs(data, 20))
+    bc.suggest_lr(
+        lambda lr: bc.sghmc(lr, temperature=T, generator=generator), squares, mode, bc.epochs(data, 20), epochs=20
+    )
     assert torch.equal(generator.get_state(), before)
 
 

@@ -32,9 +32,8 @@ CALLS = itertools.count(1)
 def server():
     """Starts processes that have imported torch and every file of the package already."""
     context = multiprocessing.get_context("forkserver")
-    states = "torch.distributed.checkpoint.state_dict"
-    # functorch: tracing takes it
-    context.set_forkserver_preload(["functorch", "pytest", "safetensors.torch", states, "tests.distributed.toys"])
+    lazily = ["functorch.compile", "safetensors.torch", "torch.distributed.checkpoint.state_dict"]
+    context.set_forkserver_preload([*lazily, *(f"tests.distributed.test_{x}" for x in ("engines", "runs", "shards"))])
     return context
 
 

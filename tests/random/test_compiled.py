@@ -265,7 +265,7 @@ def test_the_first_draw_does_without_torchs_compiler():
 @pytest.mark.parametrize("named", ["nothing", "by torch", "by the user"])
 def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private, tmp_path, named, monkeypatch):
     """torch's own folder is known to everybody, in a folder where everybody can make it first."""
-    from torch._inductor.codecache import CacheBase
+    from torch._inductor import codecache
 
     from bayesopt_chain.loop.capture.replays import keyed_cache
 
@@ -279,12 +279,17 @@ def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private
         monkeypatch.setenv(name, str(shared if named == "by torch" else private / "mine") + inside)
         if named == "nothing":
             monkeypatch.delenv(name)
-    CacheBase.get_local_cache_path.cache_clear()
-    remembered = CacheBase.get_local_cache_path() if named == "by torch" else shared
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", None)
+    monkeypatch.setattr(codecache, "_HEADER_DIR", None)  # fixed when torch's file is imported
+    path = codecache.CacheBase.get_local_cache_path
+    path.cache_clear()
+    remembered = path() if named == "by torch" else shared
     with keyed_cache(on_cpu=False):
-        used = [os.environ.get(name, "") for name in names]
-        assert CacheBase.get_local_cache_path() != remembered
-    CacheBase.get_local_cache_path.cache_clear()
-    mine = [private / "mine", private / "mine/triton/0"]
-    assert used == [*map(str, mine if named == "by the user" else [cache / "inductor", cache / "inductor/triton"])]
+        used = [*(os.environ.get(name, "") for name in names), codecache._HEADER_DIR]
+        assert path() != remembered
+    path.cache_clear()
+    mine = [cache / "inductor" / name for name in ("", "triton", "precompiled_headers")]
+    assert used == (
+        [*map(str, mine)] if named != "by the user" else [f"{private}/mine", f"{private}/mine/triton/0", None]
+    )
     assert not list(shared.rglob("*.*"))

@@ -387,6 +387,7 @@ def leave_the_shared_folder() -> None:
 
     The folder is that of the whole process, since kernels of a program may be compiled and loaded as late as at its first call.
     """
+    from torch._inductor import codecache
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
@@ -398,6 +399,9 @@ def leave_the_shared_folder() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     clear_caches()  # paths that torch remembers, such as those of compiled headers
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    headers: Any = codecache  # torch compiles these into a folder of the shared one whatever the environment says
+    headers._HEADER_DIR = str(folder / "precompiled_headers")
+    headers._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
     if os.path.abspath(named["TRITON_CACHE_DIR"]).startswith(shared):  # or unset: torch derives it from the other
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
@@ -412,7 +416,7 @@ def tag(on_cpu: bool = True) -> str:
         on_cpu: whether the program runs on a CPU.
 
     Example:
-        >>> tag() == tag()
+        >>> tag(on_cpu=False).startswith("bayesopt_chain ")
         True
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa

@@ -16,7 +16,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import build as capture_module
-from bayesopt_chain.loop.capture import cache, replays
+from bayesopt_chain.loop.capture import replays
 from bayesopt_chain.random.stream import new_key
 from tests.loop.beside import BACKENDS, COMPILED, CUDA, assert_close, follow, record
 from tests.nets import Net
@@ -792,20 +792,20 @@ def five_steps():
 
 @compiled
 def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_processor_thread_count_or_version(monkeypatch):
-    mine = cache.tag()
+    mine = replays.tag()
     for change in (
         lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 1000),
-        lambda patch: patch.setattr(cache, "__version__", "another"),
+        lambda patch: patch.setattr(replays, "__version__", "another"),
     ):
         with monkeypatch.context() as patch:
             change(patch)
-            assert cache.tag() != mine
+            assert replays.tag() != mine
     new, newer = uuid.uuid4(), uuid.uuid4()  # whatever the folder holds already
-    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {new}")
+    monkeypatch.setattr(replays, "tag", lambda on_cpu: f"{mine} {new}")
     (first, *compiled), (again, *found) = five_steps(), five_steps()
     assert compiled == [0, 1] and found == [1, 0] and torch.equal(first, again)
-    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {newer}")
+    monkeypatch.setattr(replays, "tag", lambda on_cpu: f"{mine} {newer}")
     other, *compiled = five_steps()
     assert compiled == [0, 1] and torch.equal(first, other)
 
