@@ -7,7 +7,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -245,20 +244,6 @@ def test_the_compiler_may_bring_arguments(cache, source, monkeypatch):
     monkeypatch.setenv("CXX", f"{shutil.which('g++') or compiled.find_compiler()[0]} -DANSWER=7")
     source.write_text('extern "C" int answer() { return ANSWER; }')
     assert compiled.load(source).answer() == 7
-
-
-@pytest.mark.slow
-def test_the_first_draw_does_without_torchs_compiler():
-    """Inductor's code cache took 164 MB and 3.8 seconds of processor time to import."""
-    program = (
-        "import sys, torch, bayesopt_chain as bc\n"
-        "before = set(sys.modules)\n"
-        "tx, p = bc.sgld(0.1, temperature=1.0), [torch.zeros(300)]\n"
-        "tx.update(p, tx.init(p), params=p)\n"
-        "print([m for m in set(sys.modules) - before if 'inductor' in m])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

@@ -1,15 +1,13 @@
 """The Triton kernel draws the stream's normals. On a CPU it runs in Triton's interpreter, in a process of its own."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from bayesopt_chain.random import philox
-from tests.random.draws import INEXACT, compiled, leaf, machine_code, registers_and_spills, run, traffic
+from tests.forked import forked
+from tests.random.draws import INEXACT, compiled, leaf, machine_code, registers_and_spills, traffic
 
 pytest.importorskip("triton")
 
@@ -53,16 +51,10 @@ print("alike")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [PROGRAM, PIECES], ids=["leaves", "pieces"])
-def test_the_kernels_draw_the_stream_in_the_interpreter(program):
-    run(program, TRITON_INTERPRET="1")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", [PROGRAM, PIECES], ids=["leaves", "pieces"])
 def test_the_kernels_draw_the_stream_on_the_device(program):
-    run(program, "cuda")
+    assert forked(program, device="cuda") == ["alike\n"]
 
 
 @pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("total",)], ids=str)
@@ -163,15 +155,7 @@ print("alike")
 """
 
 
-@pytest.mark.slow
-def test_the_kernel_is_the_chain_in_the_interpreter():
-    run(STEPS, TRITON_INTERPRET="1")
-
-
-@pytest.mark.slow
-def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_path):
-    program = tmp_path / "places.py"
-    program.write_text("""
+PLACES = """
 import torch, triton, triton.language as tl
 from bayesopt_chain.engine.langevin_cuda import first_element
 
@@ -183,10 +167,17 @@ def places(out, first):
 out = torch.zeros(64, dtype=torch.int64)
 places[(1,)](out, 2**29 + 64)
 assert out.tolist() == [2**31 + 256 + i for i in range(64)], out
-""")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 0, out.stderr[-3000:]
+print("alike")
+"""
+
+
+@pytest.mark.slow
+def test_in_the_interpreter_the_kernels_draw_the_stream_and_move_as_the_chain_and_no_place_wraps_around(tmp_path):
+    """The interpreter is chosen as Triton is imported, and Triton reads a kernel of a test from its file."""
+    file = tmp_path / "places.py"
+    file.write_text(PLACES)
+    programs = PROGRAM, PIECES, STEPS, f"import runpy\nrunpy.run_path({str(file)!r})"
+    assert forked(*programs, TRITON_INTERPRET="1") == ["alike\n"] * 4
 
 
 FLOATS = ("lr", "weight_decay", "keep", "momentum", "level", "deferred")
@@ -227,11 +218,4 @@ def test_memory_bounds_the_step_by_its_machine_code_and_nothing_spills(capabilit
 
 @pytest.mark.gpu
 def test_the_kernel_is_the_chain_on_the_device():
-    run(STEPS, "cuda")
-
-
-@pytest.mark.slow
-def test_the_library_does_not_need_triton():
-    program = "import sys; sys.modules['triton'] = None\nimport bayesopt_chain, torch"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr[-2000:]
+    assert forked(STEPS, device="cuda") == ["alike\n"]
