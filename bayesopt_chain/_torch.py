@@ -31,6 +31,8 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 # the level of the transformation that wrapped a tensor last; 1 is the outermost
 level: Callable[[Tensor], int] = _functorch.maybe_get_level
+# tensors one after the other as a vector, in one call; of one tensor alone it may be a view
+flattened: Callable[[Sequence[Tensor]], Tensor] = _C._nn.flatten_dense_tensors
 # the tensor below the outermost wrapper
 unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 

@@ -55,6 +55,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -62,10 +63,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bayesopt_chain import checks, tracing
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import flattened, is_dtensor
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.diagnostics._response import (
     Polynomials,
     clipped,
@@ -175,7 +176,7 @@ class HeatGuard:
 
     def _close(self) -> None:
         self._window: Window | None = None
-        self._rules: list[Any] | None = None  # of a chain
+        self._chain: _Chain | None = None
         self._skipped: list[set[int]] = []  # of each step that was passed over, the parameters that were missing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,28 +226,15 @@ class HeatGuard:
             >>> len(guard.readings)
             1
         """
-        if tracing.is_plain() and self.sleeps():
+        is_plain = tracing.is_plain()
+        if is_plain and self.sleeps():
             return
-        tensors: list[Any] = optree.tree_leaves(grads)
-        if not all([isinstance(x, Tensor) for x in tensors]):
-            raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {checks.short(grads)}")
-        if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
-            raise ValueError(
-                "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
-                "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
-            )
-        if self._rules is None or any(
-            callable(x) for link in links_of(tx) for x in getattr(link, "__dict__", {}).values()
-        ):
-            self._rules = _rules(tx, params, state)
-        followed = clipped(clips_of(tx), grads)
-        trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (followed, params)]
-        each = [*enumerate(zip(self._rules, *trees))]
-        self.look(
-            lambda keys: [
-                Leaf(j, g, p, *rule) for j, (rule, g, p) in each if rule and g is not None and g.layout is torch.strided
-            ]
-        )
+        chain = self._chain
+        if chain is None or not is_plain:
+            chain = self._chain = _Chain.met(tx, params, state, grads)
+        elif chain.is_scheduled:
+            chain = self._chain = chain._replace(rules=_rules(tx, params, state))
+        self.look(partial(chain.leaves, params, grads))
 
     # of every loop
 
@@ -350,7 +338,7 @@ class HeatGuard:
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
                 rates=rates / leaves[0].rate,
                 temperatures=temperatures / leaves[0].temperature,
-                elements=sum([int(x.of(here[x.key].gradient).count_nonzero()) for x in w.stretches]),
+                elements=int(w.gradients.newest.count_nonzero()),
             )._replace(end=self._steps)
             lrs = {x.lr for x in leaves} if bool((rates == rates[0]).all()) else set()
             self._judge(heat, float((rates / temperatures).mean()), momentum, lrs)
@@ -391,6 +379,45 @@ def _is_clipped(norms: Tensor, dtype: torch.dtype) -> bool:
 Rule = tuple[float, float, float, float, float | Tensor]
 
 
+class _Chain(NamedTuple):
+    """What a window needs to know of a chain; found once, since a step of small leaves takes less time than that.
+
+    Attributes:
+        rules: of each leaf, :func:`_rules`.
+        clips: links that change gradients before anything else does.
+        is_scheduled: whether the rules are those of one step alone.
+    """
+
+    rules: list[Rule | None]
+    clips: Sequence[Link]
+    is_scheduled: bool
+
+    @classmethod
+    def met(cls, tx: Any, params: Any, state: Any, grads: Any) -> _Chain:
+        """That of ``tx`` in this step; ``TypeError`` or ``ValueError`` where its gradients cannot be looked at."""
+        tensors: list[Any] = optree.tree_leaves(grads)
+        if not all([isinstance(x, Tensor) for x in tensors]):
+            raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {checks.short(grads)}")
+        if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
+            raise ValueError(
+                "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
+                "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
+            )
+        is_scheduled = any(callable(x) for link in links_of(tx) for x in getattr(link, "__dict__", {}).values())
+        return cls(_rules(tx, params, state), clips_of(tx), is_scheduled)
+
+    def leaves(self, params: Any, grads: Any, keys: Collection[int]) -> list[Leaf]:
+        """The leaves with these numbers, or all, as far as they have noise and a dense gradient."""
+        trees: list[list[Any]] = [
+            optree.tree_leaves(x, none_is_leaf=True) for x in (clipped(self.clips, grads), params)
+        ]
+        each = [*zip(self.rules, *trees)]
+        wanted = [(j, *each[j]) for j in keys or range(len(each)) if j < len(each)]
+        return [
+            Leaf(j, g, p, *rule) for j, rule, g, p in wanted if rule and g is not None and g.layout is torch.strided
+        ]
+
+
 def _rules(tx: Any, params: Any, state: Any) -> list[Rule | None]:
     """Of each leaf ``rate``, ``temperature``, ``momentum``, ``first`` and ``root`` of :class:`Leaf`; ``None`` without noise.
 
@@ -428,7 +455,8 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
 
 
 BUCKETS = 256
-FEW = 4096  # elements up to which a step is copied, and which a window may read of any model
+FEW = 4096  # elements which a window may read of any model
+HELD = FEW * (SHORT + WINDOW)  # elements of several steps that are copied before they are sketched
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
@@ -651,9 +679,8 @@ class Stretch(NamedTuple):
     end: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The elements in ``x``, a vector."""
-        flat = x.reshape(-1)
-        return flat if self.end - self.begin == len(flat) else flat[self.begin : self.end]
+        """The elements in ``x``: all of them as they are, some as a vector."""
+        return x if self.end - self.begin == x.numel() else x.reshape(-1)[self.begin : self.end]
 
 
 def loudest(seen: Sequence[Leaf]) -> list[Stretch]:
@@ -665,15 +692,18 @@ def loudest(seen: Sequence[Leaf]) -> list[Stretch]:
     total = sum([x.gradient.numel() for x in seen])
     if len(seen) <= LEAVES and total <= FEW:
         return [Stretch(x.key, 0, x.gradient.numel()) for x in seen]
-    each, found, norms = max(FEW, total // SHARE) // STRETCHES, list[Stretch](), list[Tensor]()
+    each, found, norms, units = max(FEW, total // SHARE) // STRETCHES, list[Stretch](), list[Tensor](), list[float]()
     for x in seen:
         n, g = x.gradient.numel(), (x.gradient * x.root if isinstance(x.root, Tensor) else x.gradient).reshape(-1)
         found += [Stretch(x.key, low, min(low + each, n)) for low in range(0, n, each)]
-        whole = g[: n - n % each].view(n // each, each)
-        both = [torch.linalg.vector_norm(whole, dim=1), torch.linalg.vector_norm(g[n - n % each :])[None]]
-        norms.append(math.sqrt(x.rate / x.temperature) * torch.cat(both)[: -(-n // each)].double().cpu())
-    counts = torch.tensor([x.end - x.begin for x in found], dtype=torch.float64, device="cpu")
-    order = (torch.cat(norms) / counts.sqrt()).argsort(descending=True).tolist()
+        units += [math.sqrt(x.rate / x.temperature)] * -(-n // each)
+        if n >= each:
+            norms.append(torch.linalg.vector_norm(g[: n - n % each].view(n // each, each), dim=1))
+        if n % each:
+            norms.append(torch.linalg.vector_norm(g[n - n % each :])[None])
+    loud = torch.cat([x.to(norms[0].device) for x in norms]).double().cpu()
+    factors, counts = torch.tensor([units, [x.end - x.begin for x in found]], dtype=torch.float64, device="cpu")
+    order = (factors * loud / counts.sqrt()).argsort(descending=True).tolist()
     return [found[k] for k in sorted(order[:STRETCHES])]
 
 
@@ -692,7 +722,7 @@ class Window:
         rates: of each step, rate and temperature of the first of the leaves.
     """
 
-    keys: list[int]
+    keys: Collection[int]
     leaves: dict[int, Leaf]
     stretches: list[Stretch]
     gradients: Sketch
@@ -707,12 +737,16 @@ class Window:
         scales, sizes = list[Tensor](), list[Tensor]()
         for part in stretches:
             x = by_key[part.key]
-            root = part.of(x.root) if isinstance(x.root, Tensor) else torch.tensor(x.root, device=x.gradient.device)
-            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * root.double().expand(part.end - part.begin))
+            unit = math.sqrt(x.rate / (2.0 * x.temperature))
+            if isinstance(x.root, Tensor):
+                scales.append(unit * part.of(x.root).reshape(-1).double())
+            else:
+                of_all = torch.tensor(unit * x.root, dtype=torch.float64, device=x.gradient.device)
+                scales.append(of_all.expand(part.end - part.begin))
             sizes.append(0.5 / (x.temperature * scales[-1].abs()))
         nothing = torch.zeros(0, device="cpu")
         leaves = {part.key: by_key[part.key]._replace(gradient=nothing, param=nothing, root=1.0) for part in stretches}
-        return cls([*by_key], leaves, stretches, Sketch(scales), Sketch(sizes), [], [])
+        return cls(frozenset(by_key), leaves, stretches, Sketch(scales), Sketch(sizes), [], [])
 
     @property
     def wanted(self) -> Collection[int]:
@@ -733,29 +767,40 @@ class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
     Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
-    256 columns. Of at most ``FEW`` elements a step is copied as it is, and all steps of a window are sketched at once.
+    256 columns. Steps are copied as they are, and sketched together once they hold ``HELD`` elements.
 
     Args:
         factors: of the elements, in vectors.
+
+    Attributes:
+        newest: the elements of the last step.
     """
 
     def __init__(self, factors: Sequence[Tensor]) -> None:
-        self.rows = list[Tensor]()
-        self.weights = torch.cat([x.to(factors[0].device) for x in factors])
+        self.rows, self.sketched = list[Tensor](), list[Tensor]()
+        self.is_spread = len({x.device for x in factors}) > 1
+        weights = torch.cat([x.to(factors[0].device) for x in factors]).double()
+        self.tail = torch.zeros(-len(weights) % BUCKETS, device=weights.device)  # fills the last row of buckets
         # Python's own generator: no operation of torch draws here, which a mode that counts or replaces draws would see
-        signs = random.Random(0).choices((-1.0, 1.0), k=-(-len(self.weights) // BUCKETS))
-        self.signs = torch.tensor(signs, device=self.weights.device)[:, None]
+        signs = random.Random(0).choices((-1.0, 1.0), k=-(-len(weights) // BUCKETS))
+        columns = torch.cat([weights, self.tail]).unflatten(0, (-1, BUCKETS))
+        self.weights = columns * torch.tensor(signs, device=weights.device)[:, None]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Take a step, in vectors like the factors."""
-        x = torch.cat([x.to(self.weights.device) for x in tensors])
-        self.rows.append(x if len(x) <= FEW else self._buckets(x))
+        """Take a step, in tensors with as many elements as the factors have."""
+        here = [x.to(self.tail.device) for x in tensors] if self.is_spread else tensors
+        self.newest = flattened([*here, self.tail])
+        self.rows.append(self.newest)
+        if len(self.rows) * len(self.newest) > HELD:
+            self._sketch()
+
+    def _sketch(self) -> None:
+        rows = torch.stack(self.rows).unflatten(-1, (-1, BUCKETS))
+        self.sketched.append((rows * self.weights).sum(-2).cpu())
+        self.rows = []
 
     def read(self) -> Tensor:
         """The buckets of all steps, ``[steps, 256]``, in float64 on the CPU."""
-        x = torch.stack(self.rows).double()
-        return (self._buckets(x) if len(self.weights) <= FEW else x).cpu()
-
-    def _buckets(self, x: Tensor) -> Tensor:
-        x = F.pad(x * self.weights, (0, -x.shape[-1] % BUCKETS)).unflatten(-1, (-1, BUCKETS))
-        return (x * self.signs).sum(-2)
+        if self.rows:
+            self._sketch()
+        return torch.cat(self.sketched)
