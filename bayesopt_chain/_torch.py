@@ -164,11 +164,6 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
 
 
-def spec_of(x: Any) -> Any:
-    """Mesh, placements and global shape of a DTensor."""
-    return x._spec
-
-
 def dtensor_of(part: Tensor, spec: Any) -> Any:
     """The DTensor of which this rank has ``part``; nothing is sent or compared."""
     module: Any = sys.modules["torch.distributed.tensor"]
@@ -189,7 +184,7 @@ def like(x: Any, part: Any, axes: int = 0) -> Any:
         part: the local tensor.
         axes: how many further axes it has in front, which every rank has whole.
     """
-    return dtensor_of(part, stacked_spec(spec_of(x), part, axes)) if is_dtensor(x) else part
+    return dtensor_of(part, stacked_spec(x._spec, part, axes)) if is_dtensor(x) else part
 
 
 def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:
@@ -269,14 +264,17 @@ def gradients(out: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...
 
 
 @contextmanager
-def without_mkldnn() -> Iterator[None]:
-    """No mkldnn on a CPU: its fused LSTM can be neither vmapped nor compiled, while torch's own operations can."""
-    before = _C._get_mkldnn_enabled()
-    _C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags sets more, with a warning
+def switched_off(*backends: Any) -> Iterator[None]:
+    """Do without some of torch's back ends, such as ``torch.backends.mkldnn``: their fused kernels cannot be vmapped, compiled
+    or differentiated in every way, while torch's own operations can."""
+    before = [backend.enabled for backend in backends]
     try:
+        for backend in backends:
+            backend.enabled = False
         yield
     finally:
-        _C._set_mkldnn_enabled(before)
+        for backend, was in zip(backends, before):
+            backend.enabled = was
 
 
 def storage_of(x: Tensor) -> int:

@@ -36,8 +36,7 @@ def spread(prefix: Any, batch: Any) -> list[Any]:
     """The leaf of ``prefix`` (``None`` is one) that stands above each leaf of the batch."""
     for tree in (batch, prefix):
         flatten(tree)  # from here on its classes are known
-    full = optree.tree_broadcast_prefix(prefix, batch, none_is_leaf=True, namespace=NAMESPACE)
-    return optree.tree_leaves(full, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.broadcast_prefix(prefix, batch, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def size(batch: Any, otherwise: int = 0) -> int:

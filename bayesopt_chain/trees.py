@@ -61,11 +61,6 @@ def entries_of(state: Any) -> Sequence[Any]:
     return [state] if is_entry else state
 
 
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Return the tensors of a tree, and the structure that puts them back."""
-    return optree.tree_flatten(tree)
-
-
 def are_same(xs: Collection[Any], ys: Collection[Any]) -> bool:
     """Whether two collections hold the same objects, in the same order."""
     return len(xs) == len(ys) and all(map(is_, xs, ys))
@@ -78,7 +73,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> 
         ValueError: the structures do not fit; the message calls the prefix ``what``.
     """
     try:
-        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
+        return optree.broadcast_prefix(prefix, tree, none_is_leaf=True)
     except ValueError as err:
         raise ValueError(f"{what} is no tree like the parameters, nor a prefix of one: {err}") from None
 
@@ -310,7 +305,7 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     spread_out = []
     for path, entry, leaf in zip(paths(like), values, leaves):
         entry = as_tensor(entry, wide(leaf.dtype), leaf.device)
-        if entry.ndim > leaf.ndim or any(a not in (1, b) for a, b in zip(entry.shape[::-1], leaf.shape[::-1])):
+        if not checks.is_spread(entry.shape, leaf.shape):
             raise ValueError(
                 f"{name} at {path} has shape {tuple(entry.shape)}, which does not broadcast to {leaf.shape}"
             )

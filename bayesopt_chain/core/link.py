@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain.checks import short
+from bayesopt_chain.checks import is_spread, short
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, edited
 from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.parts import Part
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
-from bayesopt_chain.trees import broadcast_prefix, flattened, paths_of
+from bayesopt_chain.trees import broadcast_prefix, paths_of
 
 ANY = "**"  # among the keywords of a link, says that the link takes every keyword
 
@@ -183,7 +183,7 @@ class LinkContext:
             x = torch.as_tensor(
                 value.detach() if detached and isinstance(value, Tensor) else value, dtype=p.dtype, device=p.device
             )
-            if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
+            if not is_spread(x.shape, p.shape):
                 raise ValueError(
                     f"{what} at {path or 'tensor'} has shape {tuple(x.shape)}, which does not broadcast to the parameter's "
                     f"{tuple(p.shape)}; pass numbers, or tensors like the parameters"
@@ -430,8 +430,9 @@ class HoldsTree(Link):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        mine, theirs = (flattened([getattr(x, f.name) for f in fields(self)]) for x in (self, other))
-        return mine[1] == theirs[1] and all(map(_are_equal, mine[0], theirs[0]))
+        both: Any = [[getattr(x, f.name) for f in fields(self)] for x in (self, other)]
+        (mine, structure), (theirs, others) = map(optree.tree_flatten, both)
+        return structure == others and all(map(_are_equal, mine, theirs))
 
     __hash__ = Link.__hash__
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from bayesopt_chain.distributed.shards import Pieces
-from bayesopt_chain.trees import broadcast_prefix, entries_of, flattened, is_bit
+from bayesopt_chain.trees import broadcast_prefix, entries_of, is_bit
 
 
 class Layout(NamedTuple):
@@ -149,7 +149,7 @@ def warm_start(fresh: State, like: Any) -> State:
     """
     out = list(fresh)
     for donor in entries_of(like):
-        tensors, _ = flattened(donor)
+        tensors, _ = optree.tree_flatten(donor)
         if not tensors or getattr(donor, "begins_anew", False):
             continue
         fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _remembered(mine) == _remembered(donor)]
@@ -158,7 +158,7 @@ def warm_start(fresh: State, like: Any) -> State:
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
                 "build the chain from the same links as the optimizer, or leave that entry out: like=[the others]"
             )
-        taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+        taken = _trees.tree_flatten(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
         out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
     return State(out, fresh.layout)
 
@@ -167,6 +167,6 @@ def _remembered(entry: Any) -> Any:
     """The names of an entry's class and fields, and its tensors' shapes and dtypes: equal for entries with the same memory."""
     return (
         type(entry).__name__,
-        [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]],
-        [(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in flattened(entry)[0]],
+        [f for f in getattr(entry, "_fields", ()) if optree.tree_flatten(getattr(entry, f))[0]],
+        [(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in optree.tree_flatten(entry)[0]],
     )

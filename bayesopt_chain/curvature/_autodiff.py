@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.nn import attention
 from torch.overrides import TorchFunctionMode
 
+from bayesopt_chain._torch import switched_off
+
 UNSUPPORTED = (RuntimeError, NotImplementedError)
 """What torch raises where an operation lacks a derivative or a batching rule."""
 
+_FUSED: Any = (torch.backends.mkldnn, torch.backends.cudnn)  # their recurrent nets are fused
 _torch: Any = torch  # whose stubs leave out the recurrent functions
 _RECURRENT = frozenset((_torch.lstm, _torch.gru, _torch.rnn_tanh, _torch.rnn_relu))
 
@@ -39,7 +42,7 @@ def plain_kernels() -> Iterator[None]:
     """Swap fused kernels (attention, recurrent nets) for plain ones, which can be differentiated in every way."""
     with ExitStack() as stack:
         stack.enter_context(attention.sdpa_kernel(attention.SDPBackend.MATH))
-        stack.enter_context(_plain_recurrence())
+        stack.enter_context(switched_off(*_FUSED))
         yield
 
 
@@ -58,24 +61,11 @@ def double_backward() -> Iterator[None]:
             ) from error
 
 
-@contextmanager
-def _plain_recurrence() -> Iterator[None]:
-    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
-    kept = [backend.enabled for backend in backends]
-    try:
-        for backend in backends:
-            backend.enabled = False
-        yield
-    finally:
-        for backend, enabled in zip(backends, kept):
-            backend.enabled = enabled
-
-
 def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a torch function, a recurrent one without its fused kernel."""
     if func not in _RECURRENT:
         return func(*args, **kwargs)
-    with _plain_recurrence():
+    with switched_off(*_FUSED):
         return func(*args, **kwargs)
 
 

@@ -85,7 +85,7 @@ def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
         return [any(_matches(name, pattern) for pattern in keep) for name in names]
     mask: Tree = keep
     try:
-        bits: list[Any] = optree.tree_leaves(optree.tree_broadcast_prefix(mask, params))
+        bits: list[Any] = optree.broadcast_prefix(mask, params)
     except ValueError:
         bits = [None]
     if not all(isinstance(bit, bool) for bit in bits):

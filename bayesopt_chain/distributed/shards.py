@@ -35,7 +35,6 @@ from bayesopt_chain._torch import (
     like,
     local,
     local_parts,
-    spec_of,
     specs_of,
     stacked_spec,
     whole,
@@ -338,22 +337,22 @@ def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
     return dtensor_of(x, stacked_spec(spec, x, axes)) if axes in (0, 1) and x.shape[axes:] == part.shape else x
 
 
-def cut_like(x: Tensor, like: Any) -> Any:
+def cut_like(x: Tensor, leaf: Any) -> Any:
     """Make a DTensor of a whole plain tensor that is equal on all ranks. It takes no message.
 
     Args:
         x: the plain tensor, which may have further axes in front.
-        like: a DTensor of the same shape. Where its ranks hold all of an axis, that of ``x`` may have another length.
+        leaf: a DTensor of the same shape. Where its ranks hold all of an axis, that of ``x`` may have another length.
 
     Returns:
-        A DTensor of the elements of ``x`` with the layout of ``like``, on its device.
+        A DTensor of the elements of ``x`` with the layout of ``leaf``, on its device.
     """
-    lead = x.ndim - like.ndim
-    for d, axis in enumerate(axes_of(like)):
-        if len(axis) < like.shape[d]:
+    lead = x.ndim - leaf.ndim
+    for d, axis in enumerate(axes_of(leaf)):
+        if len(axis) < leaf.shape[d]:
             x = x.index_select(lead + d, torch.tensor(axis, dtype=torch.long, device=x.device))
-    x = x.to(local(like).device)
-    return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
+    x = x.to(local(leaf).device)
+    return like(leaf, x, lead)
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
@@ -421,4 +420,4 @@ def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[An
     moves = zip(params, local_parts(params), local_parts(updates))
     if inplace:
         return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
-    return [p if u is None else x.add(u) if x is p else dtensor_of(x.add(u), spec_of(p)) for p, x, u in moves]
+    return [p if u is None else x.add(u) if x is p else like(p, x.add(u)) for p, x, u in moves]

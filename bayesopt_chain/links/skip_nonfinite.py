@@ -25,7 +25,7 @@ from bayesopt_chain import tracing
 from bayesopt_chain._torch import local
 from bayesopt_chain.distributed.shards import everywhere
 from bayesopt_chain.links.wrapper import Wrapper
-from bayesopt_chain.trees import all_finite, flattened
+from bayesopt_chain.trees import all_finite
 
 
 class SkipState(NamedTuple):
@@ -84,8 +84,8 @@ class _Skip:
         safe: Any = optree.tree_map(kept, given)
         moves, inner = self.tx.update(safe[0], state.inner, params=params, inplace=False, **safe[1])
         moves = optree.tree_map(kept, moves)
-        old, structure = flattened(state.inner)
-        new, grown = flattened(inner)
+        old, structure = optree.tree_flatten(state.inner)
+        new, grown = optree.tree_flatten(inner)
         if structure != grown or any(a.shape != b.shape for a, b in zip(old, new)):
             raise ValueError(
                 "skip_nonfinite: the state grows with the update, so that it cannot be kept without looking at the gradient; "

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import optree
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain.core.link import ANY, Link, LinkContext, Traits
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.matching.response import Response
-from bayesopt_chain.trees import flattened
 
 
 def keywords_of(link: GradientTransformation) -> frozenset[str]:
@@ -177,7 +177,7 @@ class Foreign(Link):
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Sequence[Any], op: TensorOps) -> Any:
         factor = factors[0]  # one for the whole state, because it is not known which tensor of it belongs to which leaf
-        tensors, structure = flattened(state)
+        tensors, structure = optree.tree_flatten(state)
         new = [PURE.mul([t], [factor])[0] if t.is_floating_point() else t for t in tensors]
         return op.keep(state, structure.unflatten(new))
 

@@ -177,10 +177,6 @@ class OnRanks:
     def _witness(self) -> Witness:
         return Witness(self._name)
 
-    def _has_noise(self) -> bool:
-        """Whether the next step draws, so that velocities, averages and draws must have the shapes of their parameters."""
-        return True
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
 
@@ -222,7 +218,9 @@ class OnRanks:
                 f"another class, so load it into an optimizer of that class"
             )
         given = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
-        for p, entry in zip(self._all_params(), given if self._has_noise() else ()):
+        # of the temperatures that hold behind loading; those of now may be mended by it
+        hot = [saved.get("temperature", mine.get("temperature", 1.0)) for saved, mine in zip(groups, self.param_groups)]
+        for p, entry in zip(self._all_params(), given if any(x != 0.0 for x in hot) else ()):
             _checks.check_state(who, p, entry, self.numbers)
         before = self.param_groups
         super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]

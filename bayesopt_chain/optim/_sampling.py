@@ -146,7 +146,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         # where gradients are infinite, torch's fused kernel would leave out its own step, but not the noise: GradScaler is to
         # look at them, and to unscale them, which gives the same bits
         self._step_supports_amp_scaling = False
-        if self._has_noise() or generator is not None:  # the generator is not kept until the temperature is raised
+        if (
+            any(map(self._temperature, self.param_groups)) or generator is not None
+        ):  # the generator is not kept until the temperature is raised
             require_named_chain(self._name, generator)
             self._new_keys(generator)
         for group in self.param_groups:
@@ -182,6 +184,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         temperature = group["temperature"]
         if isinstance(temperature, Tensor) and temperature.requires_grad:
             raise ValueError(f"{self._name}: temperature requires grad, which a step does not carry; detach it")
+        if not isinstance(temperature, (int, float, Tensor)):  # a function, say
+            _checks.require(self._name, {"temperature": temperature})
         value = float(temperature)
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{self._name}: temperature must be non-negative and finite, got {temperature!r}")
@@ -198,9 +202,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 "bc.make_step (and bc.meta); leave it out, or set temperature=0"
             )
         return value
-
-    def _has_noise(self) -> bool:
-        return any(map(self._temperature, self.param_groups))
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
         """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.doctor`.

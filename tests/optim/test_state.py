@@ -118,7 +118,7 @@ def test_a_state_dict_of_torch_is_taken_over_and_the_temperature_stays(name):
 def test_a_saved_temperature_replaces_the_number_and_fills_the_tensor():
     _, saved = make("SGHMC")
     _, number = make("SGHMC")
-    number.param_groups[0]["temperature"] = 0.1
+    number.param_groups[0]["temperature"] = -1.0  # which a step refuses
     number.load_state_dict(saved.state_dict())
     assert number.param_groups[0]["temperature"] == 0.3
     dial = torch.tensor(0.1)
@@ -407,3 +407,6 @@ def test_what_cannot_be_read_is_refused():
             temperatures(optimizer, model, steps=200)
     with pytest.raises(ValueError, match="named_parameters"):
         bc.optim.SGHMC(model.parameters(), 0.1, temperature=T).thermal_leaves()
+    other.param_groups[0]["temperature"] = lambda step: T
+    with pytest.raises(TypeError, match="SGHMC: temperature must be a real number"):
+        other.thermal_leaves()

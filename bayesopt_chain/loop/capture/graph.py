@@ -46,7 +46,7 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
     try:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in (*body.static, *batch)]
-        with torch.no_grad(), _torch.without_mkldnn(), mode:
+        with torch.no_grad(), _torch.switched_off(torch.backends.mkldnn), mode:
             graph = make_fx(function)(*fakes)
     except CaptureError:
         raise
