@@ -24,10 +24,6 @@ from benchmarks.networks import cnn, descend, mlp
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
 
-def tensors(leaves: int, size: int, device: str = "cpu") -> list[torch.Tensor]:
-    return [torch.randn(size, device=device) for _ in range(leaves)]
-
-
 def update_and_apply(tx, params, grads) -> Callable:
     """``update`` in place and ``torchopt.apply_updates``: the path that is TorchOpt bit for bit at T = 0."""
     state = tx.init(params)

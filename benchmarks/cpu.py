@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from benchmarks import contestants as c
-from benchmarks.against import FORMS, SIZES, at_hand
-from benchmarks.measure import from_start, one_by_one, ratio, stepping, take_turns, threads
+from benchmarks.against import FORMS, LARGE, SIZES, at_hand, leaves
+from benchmarks.measure import carried, from_start, one_by_one, ratio, stepping, take_turns, threads
 
 
 class Row(NamedTuple):
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def optimizer() -> Row:
-    params, grads = c.tensors(10, 1_000_000), c.tensors(10, 1_000_000)
+    params, grads = leaves(LARGE), leaves(LARGE)
     tx = bc.sgd(c.LR, c.MOMENTUM)
     return Row(
         "SGD with momentum, T = 0, 1e7 parameters in 10 leaves, update only",
@@ -59,9 +59,9 @@ def optimizer() -> Row:
     )
 
 
-def samplers(leaves: int, size: int, rounds: int, **more: Callable[..., Callable]) -> dict[str, list[float]]:
+def samplers(shapes: Sequence[Any], rounds: int, **more: Callable[..., Callable]) -> dict[str, list[float]]:
     """Times of SGHMC of order 2, in every form, by torch and by posteriors."""
-    params, grads = c.tensors(leaves, size), c.tensors(leaves, size)
+    params, grads = leaves(shapes), leaves(shapes)
     tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
     contestants = {
         "fused": c.fused(tx, params, grads),
@@ -75,7 +75,7 @@ def samplers(leaves: int, size: int, rounds: int, **more: Callable[..., Callable
 def sampler() -> Row:
     return Row(
         "SGHMC of order 2, 1e7 parameters in 10 leaves, update only",
-        samplers(10, 1_000_000, 25),
+        samplers(LARGE, 25),
         {
             ("fused", "normal_ + torch.optim fused"): 1.0,
             ("fused", "posteriors"): 0.5,
@@ -98,7 +98,7 @@ def sampler_on_all_threads() -> Row:
 def sixty_leaves() -> Row:
     return Row(
         "SGHMC, 60 leaves, 1e5 parameters, update only",
-        samplers(60, 1667, 41, **{"update + apply": c.update_and_apply}),
+        samplers([1667] * 60, 41, **{"update + apply": c.update_and_apply}),
         {
             ("update + apply", "posteriors"): 0.4,
             ("fused", "normal_ + torch.optim fused"): 1.3,
@@ -195,28 +195,16 @@ def posteriors_step(batch) -> Callable:
     transform = c.posteriors().sgmcmc.sghmc.build(
         lambda p, b: (-logistic(p, b), torch.zeros(())), lr=0.2, alpha=0.5, temperature=1 / N
     )
-    now = [transform.init(torch.zeros(D), momenta=0.0)]
-
-    def run():
-        now[0], _ = transform.update(now[0], batch, inplace=True)
-
-    return run
+    start = transform.init(torch.zeros(D), momenta=0.0)
+    return carried(lambda state: transform.update(state, batch, inplace=True), start)
 
 
-def jax_sghmc(batch) -> tuple[Callable, Callable]:
+def jax_sghmc(batch) -> tuple[Callable, ...]:
     """BlackJAX's SGHMC: jitted once a step, and inside one scan with every draw."""
     import jax
 
-    def running(program):
-        now = [first]
-
-        def run():
-            now[0], _ = jax.block_until_ready(program(now[0]))
-
-        return run
-
-    first, step, scan = c.blackjax_sghmc(jax_logistic(*batch), torch.zeros(D), 0.2, 0.5, 1 / N, STEPS)
-    return running(step), running(scan)
+    first, *programs = c.blackjax_sghmc(jax_logistic(*batch), torch.zeros(D), 0.2, 0.5, 1 / N, STEPS)
+    return tuple([carried(lambda carry, run=run: jax.block_until_ready(run(carry)), first) for run in programs])
 
 
 def captured_chains(data, chains: int, steps: int, size: int) -> Callable[[], None]:
@@ -271,7 +259,7 @@ CLOCKS = {"wall time": time.perf_counter, "process time": time.process_time}
 
 
 def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int, whole: bool = False) -> Callable:
-    """A function that runs ``steps`` steps of ``chains`` chains in JAX as one program, ``lax.scan`` of ``vmap``.
+    """A call that runs ``steps`` steps of ``chains`` chains in JAX as one program, ``lax.scan`` of ``vmap``.
 
     It is BlackJAX's SGHMC with our learning rate ``lr`` and momentum ``mu``: its step ``h`` moves ``theta`` by ``h r`` and then
     sets ``r`` to ``(1 - alpha h) r - h g`` plus noise, so that ``h = sqrt(lr)`` and ``alpha = (1 - mu) / h``. As ``g`` is taken
@@ -282,9 +270,6 @@ def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int,
 
     Args:
         whole: every batch is all data.
-
-    Returns:
-        A function that returns the parameters of the chains.
     """
     import jax
     import jax.numpy as jnp
@@ -304,14 +289,9 @@ def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int,
         p, m = jax.vmap(one)(jax.random.split(now, chains), p, m)
         return (key, p, m), None
 
-    scan = jax.jit(lambda carry: jax.lax.scan(advance, carry, None, length=steps)[0])
-    now: list[Any] = [(jax.random.key(0), jnp.zeros((chains, D)), jnp.zeros((chains, D)))]
-
-    def run():
-        now[0] = scan(now[0])
-        return jax.block_until_ready(now[0][1])
-
-    return run
+    scan = jax.jit(lambda carry: jax.lax.scan(advance, carry, None, length=steps))
+    start = jax.random.key(0), jnp.zeros((chains, D)), jnp.zeros((chains, D))
+    return carried(lambda carry: jax.block_until_ready(scan(carry)), start)
 
 
 def five_thousand_chains_and_jax(clock: str, chains: int = 5000, steps: int = 500, rounds: int = 7) -> Row:
@@ -363,7 +343,7 @@ def noise(n: int = 1_000_000) -> Row:
 
 
 def dispatch() -> Row:
-    p, g = c.tensors(1, 100_000), c.tensors(1, 100_000)
+    p, g = leaves([100_000]), leaves([100_000])
     tx = bc.chain(
         bc.links.add_decayed_weights(1e-3),
         bc.links.scale(2.0),

@@ -22,20 +22,10 @@ from benchmarks.measure import RESULTS, ROOT, command, commit, keep
 STEPS = 5
 
 
-def _chain(bc: Any, *links: Any) -> Callable[[Any, Any], Any]:
-    """A chain of links in front of the learning rate; ``None`` stands for the noise."""
-
-    def make(lr: Any, temperature: Any) -> Any:
-        return bc.chain(
-            *[bc.inject_langevin_noise(temperature) if x is None else x for x in links], bc.scale_by_neg_lr(lr)
-        )
-
-    return make
-
-
 def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
     """What is compared: functions of learning rate and temperature."""
     decay, momentum = bc.links.add_decayed_weights(0.1), bc.add_momentum(0.9)
+    noise, rate = bc.inject_langevin_noise, bc.scale_by_neg_lr
     flipped = bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)
     return {
         "sgd": lambda lr, t: bc.sgd(lr),
@@ -47,18 +37,16 @@ def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
         "sghmc": lambda lr, t: bc.sghmc(lr, temperature=t),
         "little momentum": lambda lr, t: bc.sghmc(lr, 0.03, temperature=t),
         "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
-        "white": lambda lr, t: bc.chain(momentum, bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(lr)),
-        "decay, sgld": _chain(bc, decay, None),
-        "decay, sghmc": _chain(bc, decay, momentum, None),
-        "maximised, sghmc": _chain(bc, flipped, None, momentum),
-        "decay behind momentum": _chain(bc, momentum, None, decay),
-        "localised, sghmc": _chain(bc, bc.links.add_localization(0.5, 0.2), momentum, None),
+        "white": lambda lr, t: bc.chain(momentum, noise(t, order=1), rate(lr)),
+        "decay, sgld": lambda lr, t: bc.chain(decay, noise(t), rate(lr)),
+        "decay, sghmc": lambda lr, t: bc.chain(decay, momentum, noise(t), rate(lr)),
+        "maximised, sghmc": lambda lr, t: bc.chain(flipped, noise(t), momentum, rate(lr)),
+        "decay behind momentum": lambda lr, t: bc.chain(momentum, noise(t), decay, rate(lr)),
+        "localised, sghmc": lambda lr, t: bc.chain(bc.links.add_localization(0.5, 0.2), momentum, noise(t), rate(lr)),
         "adam": lambda lr, t: bc.adam(lr, weight_decay=0.1, temperature=t),
         "frozen adam": lambda lr, t: bc.samplers.adam_sghmc(lr, temperature=t, freeze_after=3),
         "rmsprop with momentum": lambda lr, t: bc.rmsprop(lr, momentum=0.9, weight_decay=0.1, temperature=t),
-        "rate in front": lambda lr, t: bc.chain(
-            bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.9)
-        ),
+        "rate in front": lambda lr, t: bc.chain(noise(t), rate(lr), momentum),
     }
 
 
@@ -151,10 +139,12 @@ if __name__ == "__main__":
             differ[name] = max(abs(a - b) for a, b in zip(params, there)) if alike else f"{mine} / {theirs}"
             print(f"  {name}: {differ[name]}")
     print(f"{len(names) - len(differ)} of {len(names)} digests agree")
-    record = {
-        "commits": {who: commit(path) for who, path in checkouts.items()},
-        "cases": len(names),
-        "refused": refused,
-        "differ": differ,
-    }
-    keep(RESULTS / "digests.json", record)
+    keep(
+        RESULTS / "digests.json",
+        {
+            "commits": {who: commit(path) for who, path in checkouts.items()},
+            "cases": len(names),
+            "refused": refused,
+            "differ": differ,
+        },
+    )

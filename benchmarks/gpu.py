@@ -12,6 +12,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
+from benchmarks.against import leaves
 from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, logistic_step, posteriors_step, regression_data
 from benchmarks.measure import from_start, one_by_one, stepping, take_turns
 from benchmarks.networks import descend, mlp
@@ -23,7 +24,7 @@ def _timed(run: Callable) -> Callable:
 
 def bandwidth(n: int = 2**28) -> Row:
     """The fused step against a copy of as many bytes: 20 a parameter, a copy of ``x`` bytes moving ``2 x``."""
-    params, grads = c.tensors(1, n, "cuda"), c.tensors(1, n, "cuda")
+    params, grads = leaves([n], "cuda"), leaves([n], "cuda")
     source = torch.randint(0, 256, (10 * n,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     step = c.fused(bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE), params, grads)

@@ -165,8 +165,7 @@ def run(kind: str, seed: int, share: float, mu: float, order: str, start: str) -
     said = [str(w.message) for w in caught if " this chain" in str(w.message)]
     readings = [{name: float(f"{x:.4g}") for name, x in heat._asdict().items()} for heat in guard.readings]
     delay = guard.readings[-1].end if said else None
-    about = {"kind": kind, "truth": heat, "error": error, "delay": delay, "said": said}
-    return about | {"readings": readings}
+    return {"kind": kind, "truth": heat, "error": error, "delay": delay, "said": said, "readings": readings}
 
 
 class Timed(bc.diagnostics.HeatGuard):

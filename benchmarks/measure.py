@@ -108,6 +108,16 @@ def stepping(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> C
     return run
 
 
+def carried(program: Callable[[Any], tuple[Any, Any]], first: Any) -> Callable[[], None]:
+    """A call that hands a program what it returned first the last time, and ``first`` at first."""
+    now = [first]
+
+    def run() -> None:
+        now[0], _ = program(now[0])
+
+    return run
+
+
 def from_start(
     step: Callable[..., Any], params: Any, state: Any, batch: Callable[[], Any], steps: int
 ) -> Callable[[], None]:

@@ -20,7 +20,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks.contestants import functional_step
-from benchmarks.measure import RESULTS, command, environment, keep, known, spread, take_turns
+from benchmarks.measure import RESULTS, command, environment, from_start, keep, known, spread, take_turns
 
 
 def record(name: str, figures: Any, path: Path = RESULTS / "runs.json") -> None:
@@ -60,9 +60,7 @@ def overhead(blocks: int, steps: int) -> dict[str, Any]:
     step, params, state, batch = cnn()
 
     def bare(step: Any) -> None:
-        p, s = params, state
-        for _ in range(steps):
-            p, s, _ = step(p, s, batch)
+        from_start(step, params, state, lambda: batch, steps)()
 
     def memory(step: Any) -> None:
         bc.sample(step, params, state, batch, steps=steps, thinning=10)
