@@ -1,8 +1,6 @@
 """State dicts: torch's format, no code in them, noise included, bit for bit in another process."""
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import optree
@@ -15,6 +13,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import World
 from tests.nets import Net
 from tests.optim.probe import through_a_file, walk
+from tests.runs import children
 from tests.walk import descend
 
 SAMPLING = {
@@ -56,18 +55,14 @@ def test_a_loaded_state_goes_on_bit_for_bit(name, named):
     assert torch.equal(walk(optimizer, 5), expected)
 
 
-SCRIPT = """
-import torch, sys
-from tests.optim.probe import walk
-from tests.optim.test_state import make
-saved, out = torch.load(sys.argv[1], weights_only=True), {}
-for name in saved:
-    model, optimizer = make(name, seed=7)
-    model.load_state_dict(saved[name]["model"])
-    optimizer.load_state_dict(saved[name]["optimizer"])
-    out[name] = walk(optimizer, 5)
-torch.save(out, sys.argv[2])
-"""
+def goes_on(folder):
+    saved, out = torch.load(folder / "saved.pt", weights_only=True), {}
+    for name in saved:
+        model, optimizer = make(name, seed=7)
+        model.load_state_dict(saved[name]["model"])
+        optimizer.load_state_dict(saved[name]["optimizer"])
+        out[name] = walk(optimizer, 5)
+    torch.save(out, folder / "result.pt")
 
 
 @pytest.mark.slow
@@ -76,8 +71,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     for name, (model, optimizer) in runs.items():
         saved[name] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(saved, tmp_path / "saved.pt")
-    command = [sys.executable, "-c", SCRIPT, tmp_path / "saved.pt", tmp_path / "result.pt"]
-    subprocess.run(command, check=True, timeout=300)
+    children.until_it_ends(children.started(goes_on, tmp_path))
     result = torch.load(tmp_path / "result.pt", weights_only=True)
     for name, run in runs.items():
         assert torch.equal(result[name], walk(run[1], 5)), name

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bayesopt_chain.random import compiled, philox_cpu
-from tests.distributed.ranks import server
+from tests.runs import children
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 FOREIGN = """
@@ -62,14 +62,11 @@ def the_library(cache: Path) -> Path:
     return library
 
 
-def load_in_a_process(source: Path, marker: Path) -> int:
+def load_in_a_process(source: Path, marker: Path) -> int | None:
     ours, theirs = multiprocessing.Pipe()
     environment = {"MARKER": str(marker), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    process = server().Process(target=_load, args=(source, environment, theirs))
-    process.start()
-    process.join(200)
-    assert process.exitcode == 0
-    return ours.recv()
+    children.until_it_ends(children.started(_load, source, environment, theirs))
+    return ours.recv() if ours.poll() else None
 
 
 def _load(source: Path, environment: dict[str, str], pipe) -> None:
