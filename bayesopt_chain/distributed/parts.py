@@ -286,6 +286,6 @@ def _place(name: str, p: Tensor, said: Any) -> Place:
             raise ValueError(
                 f"part: {name!r} has {p.numel()} elements, and where names {sum([n for _, n in runs])} of {leaf!r}"
             )
-        if any(a < 0 for a, _ in runs) or any(b < a + n for (a, n), (b, _) in pairwise(runs)):
+        if any(a < 0 or n < 0 for a, n in runs) or any(b < a + n for (a, n), (b, _) in pairwise(runs)):
             raise ValueError(f"part: the elements of {name!r} must ascend from 0 in {leaf!r}, got {runs[:4]}")
     return Place(leaf, runs)

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -48,8 +48,6 @@ from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 
 _HAS_RANKS = dist.is_available()  # asked once, since asking takes as long as counting a step
-_params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
-_params_of: Callable[[Leaves], list[Any]] = attrgetter("params")
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
@@ -283,7 +281,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(heat_leaves, self))
-        params = [*chain.from_iterable(map(_params, self.param_groups))]
+        params = [p for group in self.param_groups for p in group["params"]]
         kinds = [*map(type, map(gradient, params))]
         work, self._work = self._work, None  # a step that raises leaves none
         held = self._held(params, kinds)
@@ -296,7 +294,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             witness.look(self._claims, local(self._noisy[0].params[0]))
         by_kernel = [*filter(Leaves.has_job, work)]
         if self._has_others or len(by_kernel) < len(work):
-            moved = [*chain.from_iterable(map(_params_of, by_kernel))]
+            moved = [p for x in by_kernel for p in x.params]
             with torch.no_grad():
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:

@@ -126,14 +126,14 @@ class SGD(Sampling, torch.optim.SGD):
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
         """Return the numbers of SGD's step; raise ValueError for numbers that no noise is known for."""
-        lr, momentum, nesterov = float(group["lr"]), float(group["momentum"]), group["nesterov"]
+        lr, nesterov = float(group["lr"]), group["nesterov"]
+        momentum = _momentum_of(self._name, group["momentum"], "momentum")
         if not momentum:
             if nesterov:
                 raise ValueError(
                     f"{self._name}: Nesterov's momentum must stay above 0 at temperature > 0, got {momentum}"
                 )
             return Linear(lr, kind=PLAIN)
-        _momentum_of(self._name, momentum, "momentum")
         gain = 1.0 - float(group["dampening"])
         if gain <= 0.0:
             raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")

@@ -77,21 +77,13 @@ def parts_of_leaves(runs: tuple[Runs, ...], draws: tuple[int, ...]) -> Elements:
     Results are cached, since a matrix that is cut by columns has a run for each of its rows, and every step asks for the same.
 
     Raises:
-        ValueError: a run that is empty, negative, not behind the one before, or ends past ``2^34``.
+        ValueError: a run that ends past ``2^34``.
 
     Example:
         >>> parts_of_leaves((((0, 3), (10, 2)), ()), (7, 8))
         Elements(starts=(0, 10), lengths=(3, 2), draws=(7, 7), sizes=(5, 0))
     """
-    for each in runs:
-        end = 0
-        for start, length in each:
-            if start < end or length < 1:
-                raise ValueError(
-                    f"pieces: runs must be ascending (start, length) with length at least 1, got {each[:4]}"
-                )
-            end = start + length
-        _require_in_range(end, "pieces: a leaf")
+    _require_in_range(max([start + length for each in runs for start, length in each], default=0), "pieces: a leaf")
     flat = [(start, length, draw) for each, draw in zip(runs, draws, strict=True) for start, length in each]
     starts, lengths, numbers = (tuple([run[i] for run in flat]) for i in range(3))
     return Elements(starts, lengths, numbers, tuple([sum(length for _, length in each) for each in runs]))

@@ -10,9 +10,9 @@ every other back end's; in float64 they are libm's. The kernel is compiled at th
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ from bayesopt_chain.random.compiled import require_memory
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CPU = torch.device("cpu")
 _PARALLEL = 2**15  # normals below which threads cost more than they save
-
-
-class Call(NamedTuple):
-    """A call of a function in C with these addresses and integers."""
-
-    function: Any
-    arguments: tuple[int, ...]
-
-    def __call__(self) -> None:
-        self.function(*self.arguments)
 
 
 @cache
@@ -86,7 +76,7 @@ class NormalsKernel:
         starts: tuple[int, ...],
         lengths: tuple[int, ...],
         draws: tuple[int, ...],
-    ) -> Call:
+    ) -> partial[None]:
         """The call, once its arguments fit each other; these very tensors have to stay where they are."""
         rows = out.shape[:-1].numel()
         dtype = out.dtype if out.dtype in self.kernels else torch.float32
@@ -96,11 +86,11 @@ class NormalsKernel:
         stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
         runs = _address(starts), _address(lengths), len(lengths), _address(draws)
         threads = torch.get_num_threads() if out.numel() > _PARALLEL else 1
-        return Call(self.kernels[dtype], (out.data_ptr(), *keyed, *stepped, rows, *runs, threads))
+        return partial(self.kernels[dtype], out.data_ptr(), *keyed, *stepped, rows, *runs, threads)
 
     def in_lanes(
         self, out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]
-    ) -> Call:
+    ) -> partial[None]:
         """The call that fills these very tensors with whole leaves of many chains.
 
         ``out`` is ``[sum(lengths), chains]``: the same element of all chains lies together, for vector units.
@@ -113,7 +103,7 @@ class NormalsKernel:
         }
         require_memory("philox in lanes", _CPU, memory)
         where = out.data_ptr(), keys.data_ptr(), steps.data_ptr()
-        return Call(self.of_lanes[dtype], (*where, chains, _address(lengths), len(lengths), _address(draws)))
+        return partial(self.of_lanes[dtype], *where, chains, _address(lengths), len(lengths), _address(draws))
 
 
 @cache

@@ -78,7 +78,11 @@ class Variables:
         """
         each = self.each or (1,) * len(like)
         out: list[list[Tensor]] = [[] for _ in like]
-        for (device, dtype), members in _groups(like, each).items():
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # each is one draw
+        for i, (x, n) in enumerate(zip(like, each)):
+            if n:
+                groups.setdefault((x.device, x.dtype), []).append(i)
+        for (device, dtype), members in groups.items():
             is_whole = len(members) == len(each)
             numbers, every, runs = (
                 xs if is_whole or xs is None else tuple([xs[i] for i in members])
@@ -172,15 +176,6 @@ def _clash(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, int] |
             if (other := seen.setdefault(draw_number(leaf, k), i)) != i:
                 return other, i
     return None
-
-
-def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The leaves that draw, by device and dtype: each group is one draw."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (t, n) in enumerate(zip(templates, draws)):
-        if n:
-            groups.setdefault((t.device, t.dtype), []).append(i)
-    return groups
 
 
 def seed_of(key: int, count: int) -> int:

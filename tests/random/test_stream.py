@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import bayesopt_chain as bc
+from bayesopt_chain.distributed import part
 from bayesopt_chain.random import philox as philox_module
 from bayesopt_chain.random.philox import box_muller, draw_elements, in_tensors, parts_of_leaves, philox, whole_leaves
 from bayesopt_chain.random.philox_cpu import normals_kernel
@@ -250,8 +251,8 @@ REFUSED = [
     (lambda: leaf(LARGE_KEY, LARGE_STEP, 2**34 + 1, 1, torch.float32, "uniform"), "Split the leaf"),
     (lambda: leaf_in_tensors(LARGE_KEY, LARGE_STEP, 2**34 + 1, 1, torch.float32), "Split the leaf"),
     *(
-        (lambda runs=runs: parts(LARGE_KEY, LARGE_STEP, [runs], [1], torch.float32), "ascending")
-        for runs in (((5, 2), (4, 3)), ((0, 0),), ((-1, 3),))
+        (lambda runs=runs, n=n: part([("w", torch.zeros(n))], {"w": ("leaf", runs)}), "ascend")
+        for runs, n in ((((5, 2), (4, 3)), 5), (((0, 3), (5, -1)), 2), (((-1, 3),), 3))
     ),
 ]
 

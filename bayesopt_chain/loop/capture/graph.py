@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
-from bayesopt_chain.random.philox_cpu import Call, normals_kernel
+from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.random.stream import keyed
 
 
@@ -137,7 +138,7 @@ def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.No
     return placeholder
 
 
-def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[Call]]:
+def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[partial[None]]]:
     """Replace the normal draws of a graph by further inputs.
 
     A draw that allocates its result causes page faults in every call, which for large leaves take as long as the draw itself.
@@ -152,7 +153,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
     Returns:
         The buffers, one for each new input, and the calls that draw into some of them before the graph runs.
     """
-    buffers, fills = list[Tensor](), list[Call]()
+    buffers, fills = list[Tensor](), list[partial[None]]()
     ops = torch.ops.bayesopt_chain
     places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch import Tensor
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.loop.capture.lane_kernels import addresses, array
-from bayesopt_chain.random.philox_cpu import Call
 
 _MOST = 1024  # arguments of a kernel, as in the source
 # what a generated function may call beside its kernels
@@ -69,7 +69,7 @@ class Kernels:
         order: Sequence[int],
         inputs: Sequence[Tensor],
         shared: Sequence[int],
-        draws: Callable[[list[Tensor]], list[Call]],
+        draws: Callable[[list[Tensor]], list[partial[None]]],
         buffers: Sequence[Sequence[int]] = ((), (), (), ()),
         threads: int = 1,
         *,
@@ -100,7 +100,8 @@ class Kernels:
                 raise CannotBeRecorded("products read much that every call is given anew")
             copies = [(self.library.copy, [x.data_ptr(), x, x.nbytes]) for x in copied]
             arguments, kernels, places = list[int](), list[Any](), list[tuple[int, int, int]]()
-            for function, given in (*draws(mine), *copies, *calls):
+            drawn: list[tuple[Any, Sequence[Any]]] = [(call.func, call.args) for call in draws(mine)]
+            for function, given in (*drawn, *copies, *calls):
                 if isinstance(function, str):
                     function, given = self._product(function, given)
                 room = max(8, 1 << (len(given) - 1).bit_length())

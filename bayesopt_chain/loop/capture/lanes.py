@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from bayesopt_chain.loop.capture.lane_kernels import Rows, in_lanes
 from bayesopt_chain.loop.capture.replays import Compiled
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.parallel import Parallel
-from bayesopt_chain.random.philox_cpu import Call, normals_kernel
+from bayesopt_chain.random.philox_cpu import normals_kernel
 
 # the smallest number of chains that run in lanes: with fewer, copying costs more than lanes save (1.1 times as long with 64)
 FEWEST = 256
@@ -133,7 +133,7 @@ class Lanes:
         ends = [*accumulate(map(len, (part.static, batch, self.closed_over, tables, normals, report)))]
         chains, of_batch, closed, of_tables, drawn, out = (range(a, b) for a, b in pairwise([0, *ends]))
 
-        def drawing(mine: list[Tensor]) -> list[Call]:
+        def drawing(mine: list[Tensor]) -> list[partial[None]]:
             """The calls that draw normals in lanes into these inputs."""
             kernel: Any = normals_kernel() if draws else None
             places = zip(drawn, draws)

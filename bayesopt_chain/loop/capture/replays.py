@@ -24,7 +24,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from operator import is_
 from time import perf_counter
 from typing import Any
@@ -40,7 +40,6 @@ from bayesopt_chain.loop.capture.graph import lift_draws, write_out_multiples
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded, Kernels
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.random.compiled import private_folder
-from bayesopt_chain.random.philox_cpu import Call
 from bayesopt_chain.version import __version__
 
 LARGE = 2**24  # bytes of the inputs of a step from which on Python takes a small part of it
@@ -93,7 +92,7 @@ class Compiled:
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
         self.closed_over, self.first = closed_over, [x.detach() for x in closed_over]
-        self.inputs, self.fills = [*body.static, *example, *closed_over], list[Call]()
+        self.inputs, self.fills = [*body.static, *example, *closed_over], list[partial[None]]()
         on_cpu = all([x.device.type == "cpu" for x in self.inputs])
         if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
             lifted, self.fills = lift_draws(graph, body.static)
