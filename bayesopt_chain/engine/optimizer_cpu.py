@@ -46,25 +46,20 @@ _tensors_of, _now = Struct("13q").pack, Struct("11d3q").pack
 
 
 @cache
-def _kernels() -> dict[torch.dtype, tuple[Any, Any]] | None:
-    """For each dtype the functions that make a step and that count; ``None`` where nothing compiles."""
+def kernels() -> dict[torch.dtype, tuple[Any, Any]]:
+    """For each dtype the functions that make a step and that count; none where nothing compiles."""
     try:
         library = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
-        return None
-    kernels = {
+        return {}
+    found = {
         torch.float32: (library.step_float, library.count_float),
         torch.float64: (library.step_double, library.count_double),
     }
-    for step, count in kernels.values():
+    for step, count in found.values():
         step.restype, count.restype = None, ctypes.c_double
         step.argtypes, count.argtypes = [ctypes.c_void_p], [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-    return kernels
-
-
-def has_kernel() -> bool:
-    """Whether the pass can be made here: it came with the wheel, or there is a compiler."""
-    return _kernels() is not None
+    return found
 
 
 class Job:
@@ -72,7 +67,7 @@ class Job:
 
     Args:
         kind: one of the ways to move of this module.
-        dtype: float32 or float64, of all tensors.
+        dtype: of all tensors, one of :func:`kernels`.
         sizes: elements of every leaf.
         tensors: lists of contiguous tensors, empty for what is not there: parameters, velocities, squares, and the last draws
             of the two branches, over which those of a step are written. They have to stay where they are in memory.
@@ -91,9 +86,7 @@ class Job:
         draws: Sequence[tuple[int, ...]],
         remembered: tuple[Any, Any],
     ) -> None:
-        kernels = _kernels()
-        assert kernels is not None
-        self.dtype, self._step, self._is_large = dtype, kernels[dtype][0], sum(sizes) > _PARALLEL
+        self._step, self._is_large = kernels()[dtype][0], sum(sizes) > _PARALLEL
         self._gradients = array("q", bytes(8 * len(sizes)))
         theta, *state = (pointers(xs) if xs else None for xs in tensors)
         # alive as long as the job, which holds their addresses
@@ -121,10 +114,8 @@ class Counter:
     """
 
     def __init__(self, steps: list[Tensor]) -> None:
-        kernels = _kernels()
-        assert kernels is not None
         self._places = pointers(steps)
-        self._call = partial(kernels[steps[0].dtype][1], len(steps), address(self._places))
+        self._call = partial(kernels()[steps[0].dtype][1], len(steps), address(self._places))
 
     def add(self, n: int = 1) -> float:
         """Add to each counter; return what all of them were before, NaN if they differ."""
@@ -133,5 +124,5 @@ class Counter:
     @staticmethod
     def can_count(steps: list[Tensor]) -> bool:
         """Whether these tensors are counters that can be read so."""
-        (dtype, *others), kernels = {x.dtype for x in steps}, _kernels()
-        return kernels is not None and not others and dtype in kernels and all([x.is_cpu and not x.ndim for x in steps])
+        dtype, *others = {x.dtype for x in steps}
+        return not others and dtype in kernels() and all([x.is_cpu and not x.ndim for x in steps])

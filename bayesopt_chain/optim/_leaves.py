@@ -48,8 +48,7 @@ from bayesopt_chain._torch import (
     local_parts,
 )
 from bayesopt_chain.distributed.parts import elements_of, is_part
-from bayesopt_chain.engine import optimizer_cpu
-from bayesopt_chain.engine.optimizer_cpu import Counter, Job
+from bayesopt_chain.engine.optimizer_cpu import Counter, Job, kernels
 from bayesopt_chain.optim._checks import KINDS
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
@@ -201,7 +200,7 @@ class Leaves:
     def _made_job(self) -> bool:
         params, states, linear = self.params, self.states, self.linear
         like, self.forms = params[0], [*map(_FORM, params)]
-        if like.dtype not in (torch.float32, torch.float64) or not like.is_cpu or not optimizer_cpu.has_kernel():
+        if not like.is_cpu or like.dtype not in kernels():
             return False
         lists = [params, *([s.get(n) for s in states] if n else [] for n in (linear.velocity, linear.square))]
         steps: list[Any] = [state.get("step") for state in states] if linear.square else []
