@@ -1,29 +1,43 @@
-"""``posterior_ensemble``: one call from a module to networks that know what they do not know."""
+"""``posterior_ensemble``: one call from a module to networks that know what they do not know, and what it returns."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayesopt_chain import batches, checks
+from bayesopt_chain.data.epochs import columns
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.data import CRUSHED, LEAST, LEAST_SCORED, Data, Scale, far_off, moments, read, with_noise
-from bayesopt_chain.ensemble.ensemble import Ensemble, Report
-from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of, principal_axes
-from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
-from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.ensemble.data import (
+    CRUSHED,
+    LEAST,
+    LEAST_SCORED,
+    Data,
+    Scale,
+    far_off,
+    moments,
+    read,
+    require_inputs,
+    with_noise,
+)
+from bayesopt_chain.ensemble.members import MAKER, Members, copy_of, described, frozen_of, members_of, principal_axes
+from bayesopt_chain.ensemble.stages import Stages, damage_named
+from bayesopt_chain.ensemble.training import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Problem, Trained, Training
+from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.likelihoods._likelihood import REAL
-from bayesopt_chain.modules import unshared_statistics
-from bayesopt_chain.runs.run import describe
+from bayesopt_chain.modules import Tensors, arguments_of, as_pair, unshared_statistics, write_back
+from bayesopt_chain.posterior.model import batches_of
+from bayesopt_chain.runs import files
+from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.run import describe, difference
 
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
@@ -32,6 +46,310 @@ SPARE = 0.04  # of minutes, for what follows training
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
 # 0: benchmarks/results/constants.json)
 WORSE = -1.0
+FORMAT = 6  # of the file
+MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
+KEYS = {
+    "format",
+    "params",
+    "buffers",
+    "factor",
+    "report",
+    "noise",
+    "seed",
+    "scale",
+    "loop",
+    "about",
+    "inputs",
+}  # what a file has
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`bayesopt_chain.posterior_ensemble` did; ``print`` it.
+
+    Attributes:
+        kind: what came out, such as "ensemble of 4 networks".
+        chosen: what every argument came to, by name.
+        said: one sentence for each stage, in order.
+        passes: what each stage cost, in gradients of all data for each member.
+        training: the passes of one plain training of the members, to compare with.
+        seconds: what the call took.
+        held_out: mean held-out log score by what is predicted with, in nats a datum.
+        advice: what would help, by name.
+
+    Example:
+        >>> from bayesopt_chain.ensemble import Report
+        >>> report = Report("ensemble of 4 networks", {"steps": 100}, ["trained"], {"training": 1.3}, 1.0)
+        >>> report.cost
+        1.3
+    """
+
+    kind: str
+    chosen: dict[str, Any]
+    said: list[str]
+    passes: dict[str, float]
+    training: float
+    seconds: float = 0.0
+    held_out: dict[str, float] = field(default_factory=dict)
+    advice: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> float:
+        """All passes, in units of one plain training of the members."""
+        return sum(self.passes.values()) / self.training
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {value / self.training:.2f}" for name, value in self.passes.items())
+        return "\n".join(
+            [
+                f"{self.kind[0].upper()}{self.kind[1:]}.",
+                "",
+                "Chosen: "
+                + ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.chosen.items()),
+                "",
+                *(f"* {sentence}" for sentence in self.said),
+                "",
+                "Held-out log score, nats a datum:",
+                *(f"  {name:<28} {value:.4f}" for name, value in self.held_out.items()),
+                "",
+                f"Cost: {sum(self.passes.values()):.4g} passes over the data for each member, {self.cost:.2f} times one "
+                f"training, in {self.seconds:.3g} s ({shares})",
+                *(f"Advice ({name}): {text}" for name, text in self.advice.items()),
+            ]
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Ensemble:
+    """Several networks, or draws of each; made by :func:`bayesopt_chain.posterior_ensemble`.
+
+    Attributes:
+        params, buffers: of S draws of M networks, ``[S, M, *]`` by name; one draw each of trained networks, which come
+            last behind the draws of chains.
+        likelihood: of new targets, with the noise that held-out data chose.
+        factor: what logits are divided by, or noise scales are multiplied by.
+        report: what was done; ``print(ensemble.report)``.
+        members: the networks as functions of their parameters; ``members.still`` takes and gives the data's own units.
+        scale: the affine maps around each network.
+    """
+
+    params: Tensors
+    buffers: Tensors
+    likelihood: Likelihood
+    factor: float
+    report: Report
+    members: Members
+    scale: Scale
+
+    def __repr__(self) -> str:
+        return f"Ensemble({self.report.kind})"
+
+    @checks.takes(data=checks.DATA)
+    def predict(self, data: Any) -> Predictive:
+        """The predictive distribution of new targets.
+
+        Args:
+            data: a tensor of inputs ``[N, *]``; one batch, a tuple ``(inputs, targets)`` or a mapping; or an iterable of
+                batches, such as a DataLoader. Targets are not read.
+
+        Returns:
+            :class:`bayesopt_chain.likelihoods.Predictive`: mean, variance, quantile, interval, probabilities, log_prob, crps,
+            aleatoric, epistemic. Where classes of all draws and data are more than 2^26 numbers, as those of tokens soon are,
+            those of a batch are added up (``likelihood.pooled``): one distribution of each of its targets is held.
+
+        Raises:
+            ValueError: no batches, or inputs with NaN.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> e.predict(torch.zeros(3, 1)).quantile(0.9).shape
+            torch.Size([3, 1])
+        """
+        parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
+        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
+        for inputs, _ in batches_of(data, partial(as_pair, module=self.members.still.module)):
+            *_, n = columns((inputs,), "predict")
+            require_inputs("predict", inputs)
+            with checks.blaming("Ensemble.predict", "data"):
+                outputs = self.members.predict(params, buffers, inputs)
+            if outputs.shape[1] != n:
+                raise ValueError(
+                    f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
+                )
+            if self.factor != 1:
+                likelihood, outputs = self.likelihood.widened(outputs, self.factor)
+            numbers += outputs.numel() if likelihood.has_classes else 0  # which alone can be added up
+            parts.append(likelihood.pooled(outputs) if numbers > MOST_NUMBERS else likelihood.mixture(outputs))
+        if not parts:
+            raise ValueError("predict: data has no batches")
+        entropy = None
+        if numbers > MOST_NUMBERS:  # the draws of some data are added up, and so are those of the others
+            parts = [likelihood.pooled(part.outputs) if part.mean_entropy is None else part for part in parts]
+            entropy = torch.cat([cast(Tensor, part.mean_entropy) for part in parts])
+        outputs = torch.cat([cast(Tensor, part.outputs) for part in parts], 1)
+        return replace(likelihood.mixture(outputs), mean_entropy=entropy)
+
+    @checks.takes()
+    def draws(self) -> Draws:
+        """The draws, the networks as chains, for diagnostics and ``to_arviz``.
+
+        Returns:
+            :class:`bayesopt_chain.Draws` in memory, ``[S, M, *]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> e.draws().params["weight"].shape
+            torch.Size([1, 2, 1, 1])
+        """
+        size, count = next(iter(self.params.values())).shape[:2]
+        made = Draws.from_trees([{k: x[i] for k, x in self.params.items()} for i in range(size)], chains=count)
+        return made.with_buffers(self.buffers) if self.buffers else made
+
+    @checks.takes()
+    def modules(self) -> list[nn.Module]:
+        """The networks of the last draw as modules in ``eval`` mode, which take and give the data's own units.
+
+        Returns:
+            One module a network. With the affine maps of ``standardize`` it is a :class:`Scaled`, whose ``module`` is the
+            network inside; without them it is the network itself.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> outputs = torch.stack([module(x) for module in e.modules()])
+            >>> torch.allclose(outputs.mean(0), e.predict(x).mean, atol=1e-5)
+            True
+        """
+        made = list[nn.Module]()
+        for m in range(next(iter(self.params.values())).shape[1]):
+            module = copy_of(self.members.still.module)
+            write_back(module, *({k: x[-1, m] for k, x in t.items()} for t in (self.params, self.buffers)))
+            made.append(Scaled(module, self.scale).eval() if self.scale.said else module)
+        return made
+
+    @checks.takes(path=checks.PATH)
+    def save(self, path: str | Path) -> None:
+        """Write the ensemble to one safetensors file with checksums, without module, likelihood and data.
+
+        Args:
+            path: of the file; it is replaced in one move.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Example:
+            >>> import pathlib, tempfile, torch, bayesopt_chain as bc
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> noise = bc.likelihoods.gaussian()
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, **cheap)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     e.save(pathlib.Path(folder) / "e.safetensors")
+            ...     again = bc.ensemble.Ensemble.open(pathlib.Path(folder) / "e.safetensors", torch.nn.Linear(1, 1), noise)
+            >>> torch.equal(again.predict(x).mean, e.predict(x).mean)
+            True
+        """
+        state = {
+            "format": FORMAT,
+            "params": dict(self.params),
+            "buffers": dict(self.buffers),
+            "factor": self.factor,
+            "report": asdict(self.report),
+            "noise": self.likelihood.noise_variance,
+            "seed": self.report.chosen["seed"],
+            "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
+            "loop": self.members.loop,
+            "about": described(self.members, self.likelihood),
+            "inputs": self.members.inputs,
+        }
+        files.write_tree(Path(path), state)
+
+    @classmethod
+    @checks.takes(
+        path=checks.PATH,
+        make_model=MAKER,
+        likelihood=checks.LIKELIHOOD,
+    )
+    def open(
+        cls, path: str | Path, make_model: nn.Module | Callable[[], nn.Module], likelihood: Likelihood
+    ) -> Ensemble:
+        """The ensemble that :meth:`save` wrote.
+
+        Args:
+            path: of the file.
+            make_model: as the call had it; the networks are where it makes them.
+            likelihood: as the call had it.
+
+        Returns:
+            An :class:`Ensemble`.
+
+        Raises:
+            ValueError: a damaged file, or one of another format; another module, frozen parameters or likelihood than were
+                saved.
+
+        Example:
+            >>> import bayesopt_chain as bc
+            >>> bc.ensemble.Ensemble.open("nowhere.safetensors", lambda: None, bc.likelihoods.gaussian())  # see save
+            Traceback (most recent call last):
+            FileNotFoundError: ...
+        """
+        with damage_named("Ensemble.open", "save it again"):
+            state = files.read_tree(Path(path), torch.device("cpu"))
+        if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
+            raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
+        scale, count = Scale(*state["scale"]), next(iter(state["params"].values())).shape[1]
+        members = members_of(make_model, count, state["seed"], None, state["inputs"]).within(scale)
+        members = members._replace(loop=state["loop"])
+        if what := difference(state["about"], described(members, likelihood)):
+            raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
+        if state["noise"] is not None:
+            likelihood = with_noise(likelihood, state["noise"])
+        device = next(iter(members.params.values())).device
+        params, buffers = ({k: x.to(device) for k, x in state[name].items()} for name in ("params", "buffers"))
+        return cls(params, buffers, likelihood, state["factor"], Report(**state["report"]), members, scale)
+
+
+class Scaled(nn.Module):
+    """A network between the affine maps of its data's moments; made by :meth:`Ensemble.modules`.
+
+    Attributes:
+        module: the network inside.
+        scale: the maps.
+    """
+
+    def __init__(self, module: nn.Module, scale: Scale) -> None:
+        super().__init__()
+        self.module, self.scale = module, scale
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """The network's outputs in the targets' own units.
+
+        Args:
+            *inputs: what the network is called with, ``[B, *]`` each, in the data's own units.
+            **named: the same by name.
+
+        Returns:
+            ``[B, *event]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.ensemble import Scaled
+            >>> from bayesopt_chain.ensemble.data import Scale
+            >>> moments = torch.tensor(5.0), torch.tensor(2.0)  # shift and width of the targets
+            >>> Scaled(torch.nn.Identity(), Scale(outputs=moments))(torch.ones(3, 1)).flatten()
+            tensor([7., 7., 7.])
+        """
+        given: Any = named or (inputs if len(inputs) > 1 else next(iter(inputs), None))
+        arguments, keywords = arguments_of(self.module, self.scale.into((given, None)))
+        return self.scale.out(self.module(*arguments, **keywords))
 
 
 class EnsembleError(ValueError):
@@ -159,26 +477,27 @@ def posterior_ensemble(
     if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     raw, loaders = read(data)
-    networks = members_of(make_model, members, seed, raw.device, raw.inputs_of(2))
+    device = batches.flatten(raw.inputs)[0][0].device
+    networks = members_of(make_model, members, seed, device, raw.inputs_of(2))
     raw, moved = raw.of(networks.still.module)
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
     pair = raw.folds(held_out, seed)
-    for weights in [likelihood.weights(raw.take(rows)[1]) for rows in pair]:
-        if weights is not None and int((weights.reshape(len(weights), -1) > 0).any(1).sum()) < LEAST_SCORED:
-            raise ValueError(
-                f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
-                "classes that are not ignored): leave data without targets out, or pass a larger held_out="
-            )
-    known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
+    counted = [(held.weights_of(likelihood, raw.take(rows)[1]) > 0).any(1).sum() for rows in pair]
+    if min(counted) < LEAST_SCORED:
+        raise ValueError(
+            f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
+            "classes that are not ignored): leave data without targets out, or pass a larger held_out="
+        )
+    # of a likelihood without support or classes targets may be of any kind
+    known = likelihood.support is not None or likelihood.has_classes
     mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
-    residuals = alike and likelihood.has_noise_scale
     if standardize is None:
-        standardize = not residuals and not frozen_of(networks.still.module)
+        standardize = not (alike and likelihood.has_noise_scale) and not frozen_of(networks.still.module)
     scale = Scale.of(raw, likelihood, networks.still.module) if standardize else Scale()
     networks = networks.within(scale)
-    unit = _unit(likelihood, raw, mean, variance, networks, residuals)
+    unit = _unit(likelihood, raw, mean, variance, networks)
     trained = with_noise(likelihood, unit) if likelihood.has_noise_scale else likelihood
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     size = min(raw.size - max(map(len, folds)), batch_size or loaders or batch_size_for(raw.size))
@@ -200,23 +519,19 @@ def posterior_ensemble(
             "data": describe(batches.flatten((raw.inputs, raw.targets))[0]),
             **described(networks, likelihood),
         }
-    stages = Stages(path, about, raw.device, mesh, progress)
-    first = {"params": networks.params, "buffers": networks.buffers}
-    start = stages.once("start", lambda: {**first, "axes": principal_axes(networks, raw, scale)})
+    stages = Stages(path, about, device, mesh, progress)
+    made = {"params": networks.params, "buffers": networks.buffers}
+    start = stages.once("start", lambda: made | {"axes": principal_axes(networks, raw, scale)})
     stages.of_first(networks.require_start, start["params"])
     networks = networks._replace(params=start["params"], buffers=start["buffers"])
-    floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
+    floor = held.FLOOR if unit is None else held.FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, start["axes"], floor)
     own = [
         x for layer in networks.training.module.modules() for x in vars(layer).values() if isinstance(x, torch.Tensor)
     ]
     before = [x.clone() for x in own]
     with checks.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
-        try:
-            training = Training(problem, stages, event, prior_precision)
-        except RuntimeError:  # of vmap, or of the network, which then fails again
-            problem = replace(problem, members=networks._replace(loop=True))
-            training = Training(problem, stages, event, prior_precision)
+        training = Training(problem, stages, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
         if not all(map(torch.equal, own, before)):
             raise ValueError(
@@ -239,7 +554,8 @@ def posterior_ensemble(
             raise
         failure = stages.name, err
     chosen |= {"steps": training.done.steps[0], "lr": found["lr"]}
-    return _finished(problem, training.done, chosen, found["passes"], began, scale, alike, failure, drawn)
+    chosen |= {"axes": "principal ones of collinear inputs"} if start["axes"] else {}
+    return _finished(training, chosen, found["passes"], began, scale, alike, failure, drawn)
 
 
 def batch_size_for(size: int) -> int:
@@ -268,34 +584,32 @@ def _cost(
     training: Training, steps: int | None, minutes: float | None, lr: float | None, began: float, chains: Any
 ) -> dict[str, Any]:
     """Steps, and what they will cost with what was spent until now; seconds of chains."""
-    each, after, problem = training.seconds(), training.seconds_of_scores(), training.problem
+    (each, after), problem = training.seconds(), training.problem
     spent = time.perf_counter() - began
-    trials = 0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine))
+    whole = (
+        1 + MORE + (0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine)))
+    )  # steps that come with each of training
+    own = 0.0 if chains in (None, "auto") else float(chains)
     if steps is None:
-        assert minutes is not None
-        own = 0.0 if chains in (None, "auto") else chains
-        steps = max(FEWEST, int((60 * minutes * (1 - SPARE) - spent - own - after) / each / (1 + MORE + trials)))
+        steps = max(FEWEST, int((60 * cast(float, minutes) * (1 - SPARE) - spent - own - after) / each / whole))
     if chains == "auto":
         most = min(steps, steps_for(problem.data.size, problem.batch_size))
-        steps, chains = most, (steps - most) * (1 + MORE + trials) * each
-    seconds = spent + after + (chains or 0) + steps * (1 + MORE + trials) * each
-    tried = 0.0 if lr else TRIAL * len(RATES) / problem.count
-    passes = steps * (1 + MORE + tried) * problem.batch_size / problem.data.size
-    said = f"{problem.count} networks, {steps} steps of {problem.batch_size} data, {passes:.4g} passes"
-    said += f", about {seconds:.3g} s" + (f", {chains:.3g} of them for chains" if chains else "")
+        steps, own = most, (steps - most) * whole * each
+    seconds = spent + after + own + steps * whole * each
+    passes = steps * whole * problem.batch_size / problem.data.size
+    said = f"{steps} steps of {problem.batch_size} data, {passes:.4g} passes, about {seconds:.3g} s"
     return {
         "steps": steps,
         "seconds": seconds,
-        "said": said,
+        "said": f"{problem.count} networks, {said}" + (f", {own:.3g} of them for chains" if own else ""),
         "each": each,
         "after": after,
-        "chains": float(chains or 0),
+        "chains": own,
     }
 
 
 def _finished(
-    problem: Problem,
-    trained: Trained,
+    training: Training,
     chosen: dict[str, Any],
     trial: float,
     began: float,
@@ -309,7 +623,8 @@ def _finished(
     Raises:
         EnsembleError: training failed, or a constant scores better.
     """
-    networks = folds = held.folds_of(problem, trained.pilots, trained.kept)
+    problem, trained = training.problem, training.done
+    networks = folds = problem.folds_of(trained.pilots, trained.kept)
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
     kind = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network"
     once, whole = (steps * chosen["batch_size"] / problem.data.size for steps in (trained.steps[0], sum(trained.steps)))
@@ -323,15 +638,13 @@ def _finished(
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
     said, advice = _said(problem, trained, chosen, scale), dict[str, str]()
-    likelihood, factor, noise, at_end = held.fitted(problem, folds)
+    likelihood, factor, noise, at_end = held.fitted(problem.likelihood, folds)
     scores = held.score(likelihood, folds, factor)
     if noise is not None:
-        noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
+        noise, cut = held.noise_of_all(problem.likelihood, noise, networks, problem.folds_of(trained.pilots))
         likelihood = problem.likelihood.scaled(1 / noise)
-        variances = torch.as_tensor(likelihood.noise_variance, device="cpu").flatten().tolist()
-        few = ", ".join([f"{v:.3g}" for v in variances[:4]])
-        more = f" and {len(variances) - 4} more" if len(variances) > 4 else ""
-        said.append(f"noise: variance {few}{more}, by held-out data.")
+        low, high = (f"{v:.3g}" for v in torch.as_tensor(likelihood.noise_variance, device="cpu").aminmax())
+        said.append(f"noise: variance {low}{f' to {high}' * (low != high)}, by held-out data.")
         if "draws" in drawn:
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
@@ -353,17 +666,15 @@ def _finished(
         passes["chains"] = drawn.get("passes", 0.0)
         table |= drawn.get("alone", {})
     table |= trained.scores
-    constant = None
+    gain = math.inf
     try:
-        constant = None if alike else held.constant_scores(problem, folds)
+        constant = None if alike else held.constant_scores(problem.likelihood, problem.data, folds)
+        if constant is not None:
+            table["constant"], gain = float(constant.mean()), held.z_of(scores - constant)
+            said.append(f"constant: the networks predict held-out data better than it by {gain:.1f} standard errors.")
     except (ValueError, RuntimeError) as err:
         said.append(f"constant: none could be scored ({err}).")
-    gain = math.inf
-    if constant is not None:
-        table["constant"], gain = float(constant.mean()), held.z_of(scores - constant)
-        said.append(f"constant: the networks predict held-out data better than it by {gain:.1f} standard errors.")
-    support = problem.likelihood.support
-    if alike and (support is None or support.is_discrete):
+    if alike and problem.likelihood.support != REAL:
         advice["one value"] = (
             "all targets are equal, so that nothing was to be learnt and no constant is worse: pass data that have other "
             "targets too, or predict the one value without networks"
@@ -384,23 +695,14 @@ def _finished(
                 f"of {lost} columns of the {what} the middle half lies within {CRUSHED:g} of a standard deviation, so that the "
                 "networks hardly see how they differ: replace codes of missing values (such as -999), take logarithms, or clip"
             )
-    for forward in (problem.members.training, problem.members.still):
-        forget(forward.module)
+    problem.members.forget()
     report = Report(
-        kind=kind,
-        chosen=chosen,
-        said=said,
-        passes=passes,
-        training=once,
-        seconds=time.perf_counter() - began,
-        held_out=table,
-        advice=advice,
+        kind, chosen, said, passes, once, seconds=time.perf_counter() - began, held_out=table, advice=advice
     )
     made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale)
     if failed is not None:
-        stage, err = failed
-        why = str(err).removeprefix(WHO)
-        raise EnsembleError(f"{WHO}in {stage}: {why}. What was trained before is the error's .ensemble", made) from err
+        why = f"in {failed[0]}: {str(failed[1]).removeprefix(WHO)}"
+        raise EnsembleError(f"{WHO}{why}. What was trained before is the error's .ensemble", made) from failed[1]
     if gain < WORSE:
         advised = "".join(f". Its report advises: {text}" for text in advice.values())
         raise EnsembleError(
@@ -415,31 +717,23 @@ def _finished(
 
 def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Scale) -> list[str]:
     """A sentence for each choice."""
-    fold = max(len(f) for f in problem.folds)
     said = [f"standardised: {scale.said} by their moments; predictions are in the data's units."] if scale.said else []
     said += [
         f"training: Adam at {chosen['lr']:g}, {chosen['steps']} steps of {chosen['batch_size']}, each member without one of "
-        f"two folds of about {fold}, and {MORE:g} of them more with all data.",
+        f"two folds of about {max(map(len, problem.folds))}, and {MORE:g} of them more with all data.",
     ]
-    weights = problem.likelihood.weights(problem.data.targets)
-    if weights is not None and (never := int((weights == 0).all(0).sum())):
-        said.append(f"targets: {never} of those of each datum never count, so that nothing was learnt there.")
-    if problem.axes:
-        said.append("axes: the inputs are collinear, so that Adam goes along their principal axes.")
     if trained.z is not None:
         better, worse = (FAN_IN, USUAL) if trained.z > 0 else (USUAL, FAN_IN)
         taken = "each member keeps its own" if abs(trained.z) < 1 else f"all take the {better}"
         said.append(
             f"prior: the {better} is better than the {worse} by {abs(trained.z):.1f} standard errors on held-out data: {taken}."
         )
-    elif chosen["prior_precision"] is not None:
-        said.append(f"prior: precision {chosen['prior_precision']:g}, as given.")
-    else:
+    elif chosen["prior_precision"] is None:
         said.append(f"prior: the {trained.priors[0]}.")
     return said
 
 
-def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks: Members, residuals: bool) -> Any:
+def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks: Members) -> Any:
     """The variance of targets on the real line, ``None`` of others.
 
     Of residuals, whose targets are all equal, it is the mean square of what untrained networks give.
@@ -452,13 +746,12 @@ def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks
             f"{WHO}targets vary by {float(variance.min().sqrt()):.3g} around {float(mean.abs().max()):.3g}, which outputs in "
             f"{own} cannot tell apart: subtract from the targets what they have in common"
         )
-    if residuals:
-        inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
-        outputs = networks.outputs(inputs).detach()
-        unit = (outputs - likelihood.labels(targets)).double().square().mean().clamp_min(1e-30)
-        variance = unit + torch.zeros_like(variance)
-    elif not likelihood.has_noise_scale:
+    if not likelihood.has_noise_scale:
         variance = torch.where(variance > 0, variance, 1.0)
+    elif not bool((variance > 0).any()):
+        inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
+        errors = (networks.outputs(inputs).detach() - likelihood.labels(targets)).double()
+        variance = torch.full_like(variance, errors.square().mean().clamp_min(1e-30))
     elif not bool((variance > 0).all()):
         raise ValueError(
             f"{WHO}an output's targets are all equal, so that there is no noise to find: leave that output out"
@@ -477,17 +770,11 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
     inputs = data.inputs_of(LEAST)
     with checks.blaming("posterior_ensemble", "data"):
-        whole: Any = networks.outputs(inputs)
-        trained: Any = networks.outputs(inputs, networks.training)
-    if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (LEAST,):
+        whole, trained = (networks.outputs(inputs, forward) for forward in (networks.still, networks.training))
+    if not (isinstance(whole, Tensor) and whole.shape[:1] == (LEAST,) and getattr(trained, "shape", 0) == whole.shape):
         raise ValueError(
-            f"{WHO}the module returns {checks.short(whole)} for {LEAST} data: it must return a tensor [B, *event], or "
-            "something with logits that are one"
-        )
-    if getattr(trained, "shape", None) != whole.shape:
-        raise ValueError(
-            f"{WHO}in training mode the module returns {checks.short(trained)}, in eval mode outputs of shape "
-            f"{tuple(whole.shape)}: return the same in both"
+            f"{WHO}in training mode the module returns {checks.short(trained)}, and in eval mode {checks.short(whole)}, for "
+            f"{LEAST} data: it must return a tensor [B, *event] of one shape in both, or something with logits that are one"
         )
     parts = [networks.outputs(data.take(rows)[0]) for rows in torch.arange(LEAST, device="cpu").chunk(2)]
     if bool((whole - torch.cat(parts)).abs().max() > 0.01 * whole.abs().max()):

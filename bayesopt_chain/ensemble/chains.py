@@ -29,8 +29,7 @@ from bayesopt_chain.diagnostics.convergence import split_r_hat
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
-from bayesopt_chain.ensemble.training import Problem, Tensors, held_out_outputs
+from bayesopt_chain.ensemble.training import TIMED, Problem, Tensors, Training, timed
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers import sgd
@@ -68,13 +67,12 @@ class Chains:
 
     def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
         """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
-        problem = self.problem
 
         def loss(params: Any, batch: Any) -> Tensor:
             (*batch, size), buffers = batch
-            return problem.energy(params["theta"], (*batch, torch.ones_like(size)), buffers, still=True)[0]
+            return self.problem.energy(params["theta"], (*batch, torch.ones_like(size)), buffers, still=True)[0]
 
-        chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.members.loop)
+        chains = parallel(make_step(loss, tx), self.problem.count, batch_dim=0, loop=self.problem.members.loop)
 
         def step(params: Any, state: Any, t: int) -> Any:
             return chains(params, state, (self.batch(t), self.buffers))[:2]
@@ -135,7 +133,7 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     began, problem, stages = time.perf_counter(), training.problem, training.stages
     stages.begin("chains", 1)
     done, ends = training.done, training.followed()
-    folds = held.folds_of(problem, done.pilots, done.kept)
+    folds = problem.folds_of(done.pilots, done.kept)
     buffers, precision = ends["buffers"], ends["precision"]
     numbers = DRAWS * sum(x.numel() for x in done.pilots)
     if numbers > MOST:
@@ -147,11 +145,11 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     steps = plan["steps"]
     stages.begin("chains", 2 * steps)
     draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, stages.advance)
-    outputs = [torch.stack(x) for x in zip(*(held_out_outputs(problem, theta, buffers) for theta in draws))]
+    outputs = [torch.stack(x) for x in zip(*(problem.held_out(theta, buffers) for theta in draws))]
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
         return found
-    alone, score = (held.log_scores(problem, given) for given in (folds, held.joined(folds, outputs)))
+    alone, score = (held.log_scores(problem.likelihood, given) for given in (folds, held.joined(folds, outputs)))
     z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
     found["said"] = (
         f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ({z:.1f} standard "
@@ -159,8 +157,8 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     )
     if z > SURE:
         after, spent = Chains(problem, buffers, ends["with"], precision, False), time.perf_counter() - began
-        left = {"steps": max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))}
-        more = stages.once("chains with all data", lambda: left)["steps"]
+        left = max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))
+        more = stages.once("chains with all data", lambda: {"steps": left})["steps"]
         draws = after.run(draws[-1], more, 2 * problem.seed + 2, stages.advance)
         found["passes"] += more
         if not bool(draws.isfinite().all()):

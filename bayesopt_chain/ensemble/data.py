@@ -40,21 +40,14 @@ class Data(NamedTuple):
     inputs: Any
     targets: Any
     size: int
-    raw: Any = None  # the mapping that they were read from, if it was one
+    raw: Any = None  # what they were read from
 
     def of(self, module: nn.Module) -> tuple[Data, bool]:
         """The data as this module is to see them, and whether its labels had to be moved to the next token's
         (:class:`bayesopt_chain.modules.Reader`)."""
-        if self.raw is None:
-            return self, False
         read = Reader(module)
         inputs, targets = read(self.raw)
         return self._replace(inputs=inputs, targets=targets, raw=None), read.own == "moves"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the inputs are."""
-        return batches.flatten(self.inputs)[0][0].device
 
     def take(self, rows: Tensor) -> tuple[Any, Any]:
         """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``."""
@@ -118,7 +111,7 @@ class Scale(NamedTuple):
         a layer of the module has as its features (channels of a convolution, the last axis of linear, recurrent and attention
         layers), else of all numbers together, and of targets on the real line of every output. Whole numbers, and masks of 0
         and 1, are left as they are."""
-        inputs = [_moments(x, _features(module, x)) for x in batches.flatten(data.inputs)[0]]
+        inputs = [_moments(module, x) for x in batches.flatten(data.inputs)[0]]
         inner = getattr(likelihood, "inner", likelihood)
         learned = isinstance(inner, LearnedGaussian)
         if not (likelihood.has_noise_scale or learned or isinstance(inner, StudentT)):
@@ -176,29 +169,23 @@ def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
     outputs whose targets never count those of the others, on average."""
     labels, weights = likelihood.labels(targets).double(), likelihood.weights(targets)
     w = torch.ones_like(labels) if weights is None else weights.double()
-    total = w.sum(0).clamp_min(1e-30)
+    seen, total = w.sum(0) > 0, w.sum(0).clamp_min(1e-30)
     mean = (w * labels).sum(0) / total
     variance = (w * (labels - mean).square()).sum(0) / total
     variance = torch.where(variance > (ROUNDED * mean).square(), variance, 0.0)
-    if bool((seen := w.sum(0) > 0).all()):
-        return mean, variance
     return torch.where(seen, mean, mean[seen].mean()), torch.where(seen, variance, variance[seen].mean())
 
 
-def _features(module: nn.Module, x: Tensor) -> int | None:
-    """The axis whose entries are features, as the first layer says that fits the shape ``[N, *]``."""
-    if x.ndim <= 2:
-        return x.ndim - 1
-    named = (("in_channels", 1), ("in_features", x.ndim - 1), ("input_size", x.ndim - 1), ("embed_dim", x.ndim - 1))
-    every = ((getattr(layer, name, None), axis) for layer in module.modules() for name, axis in named)
-    return next((axis for size, axis in every if size == x.shape[axis]), None)
-
-
-def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation, of a shape that broadcasts against a datum."""
+def _moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation of inputs ``[N, *]``, of a shape that broadcasts against a datum: of each entry of the axis of
+    features, which of tables is the last one, else that of the first layer whose number of features fits the shape."""
     if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
         return None
-    axes = [axis for axis in range(max(1, x.ndim)) if axis != feature or axis == 0]
+    last = x.ndim - 1
+    named = (("in_channels", 1), ("in_features", last), ("input_size", last), ("embed_dim", last))
+    every = ((getattr(layer, name, None), axis) for layer in module.modules() for name, axis in named)
+    fitting = [last] if last < 2 else [axis for size, axis in every if size == x.shape[axis]]
+    axes = [axis for axis in range(x.ndim) if axis not in fitting[:1] or axis == 0]
     deviation, mean = (a[0] for a in torch.std_mean(x.double(), axes, correction=0, keepdim=True))
     # a column that varies by less is noise of rounding, which is to stay as small as it is
     least = 2 * torch.finfo(x.dtype).eps * mean.abs() + torch.finfo(x.dtype).tiny
@@ -211,9 +198,8 @@ def far_off(tables: Any, moments: Sequence[tuple[Tensor, Tensor] | None]) -> int
     found = 0
     for x, own in zip(batches.flatten(tables)[0], moments):
         if own is not None and x.ndim == 2:
-            ordered = x.double().sort(0).values
-            half = ordered[3 * len(x) // 4] - ordered[len(x) // 4]
-            found += int(((half > 0) & (half < CRUSHED * own[1])).sum())
+            low, high = x.double().sort(0).values[[len(x) // 4, 3 * len(x) // 4]]
+            found += int(((high > low) & (high - low < CRUSHED * own[1])).sum())
     return found
 
 
@@ -239,8 +225,10 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
             "list of batches, or bc.epochs"
         )
     is_one = isinstance(data, (tuple, Mapping)) or (isinstance(data, list) and any(map(torch.is_tensor, data[:1])))
-    data = data if is_one else _joined(data, who)
-    inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
+    data = batches.tree_map(
+        lambda x: x.detach() if isinstance(x, Tensor) else x, data if is_one else _joined(data, who)
+    )
+    inputs, targets = as_pair(data)
     if targets is None:
         raise ValueError(
             f"{who}: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
@@ -250,7 +238,7 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
     if n < least:
         raise ValueError(f"{who}: {n} data are too few to leave some out: at least {least}")
     require_inputs(who, inputs)
-    return Data(inputs, targets, n, data if isinstance(data, Mapping) else None), size
+    return Data(inputs, targets, n, data), size
 
 
 def require_inputs(who: str, inputs: Any) -> None:

@@ -32,18 +32,18 @@ an end of a grid from .1 to 31.6, as of a scale in other units than the targets,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.ensemble.data import moments
-from bayesopt_chain.ensemble.training import FLOOR, Problem
+from bayesopt_chain.ensemble.data import Data, moments
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._numbers import LearnedGaussian
 
+FLOOR = torch.full((), -50.0, device="cpu")
 PSEUDO = 2.0  # data that say that the noise of all outputs is alike
 LEAST = 1e-6  # noise, in units of the targets' variance
 # variances in units of the targets', and what logits are divided by
@@ -63,16 +63,6 @@ class Fold(NamedTuple):
     who: list[int]
     outputs: Tensor
     floor: Tensor = FLOOR
-
-
-def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[Fold]:
-    """The folds, with the outputs of some members (default: of all)."""
-    found = []
-    for rows, left in problem.left_out:
-        if some := [m for m in left if who is None or m in who]:
-            stacked = torch.stack([outputs[m] for m in some]).double()
-            found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked, problem.floor.to(stacked)))
-    return found
 
 
 def joined(folds: Sequence[Fold], drawn: Sequence[Tensor]) -> list[Fold]:
@@ -120,13 +110,12 @@ def errors(likelihood: Likelihood, fold: Fold) -> tuple[Tensor, Tensor]:
     return whitened.reshape(*whitened.shape[:2], -1), weights
 
 
-def noise_of(problem: Problem, folds: Sequence[Fold]) -> Tensor:
+def noise_of(likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor:
     """The held-out noise of single members, ``[*event]``, trimmed and shrunk."""
-    every = [errors(problem.likelihood, fold) for fold in folds]
-    r, w = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*every))
+    every = zip(*(errors(likelihood, fold) for fold in folds))
+    r, w = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in every)
     r = r.square()
-    seen = torch.where(w > 0, r, torch.nan)
-    bound = (4 * 1.4826) ** 2 * seen.nanmedian(0).values
+    bound = (4 * 1.4826) ** 2 * torch.where(w > 0, r, torch.nan).nanmedian(0).values
     r = torch.where(bound > 0, r.minimum(bound), r)
     return _shrunk(r.sum(0), w.sum(0)).reshape(folds[0].outputs.shape[2:])
 
@@ -138,26 +127,25 @@ def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
     return ((counts * logs.where(counts > 0, 0.0) + PSEUDO * together) / (counts + PSEUDO)).exp()
 
 
-def fitted(problem: Problem, folds: Sequence[Fold]) -> tuple[Likelihood, float, Tensor | None, bool]:
+def fitted(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Likelihood, float, Tensor | None, bool]:
     """How wide predictions are best on some folds: the likelihood, what outputs are widened by, the noise ``[*event]`` if there
     is one, and whether it or the factor is at an end of its grid."""
-    likelihood = problem.likelihood
     if likelihood.has_noise_scale:
-        noise, at_end = best_noise(problem, folds)
+        noise, at_end = best_noise(likelihood, folds)
         return likelihood.scaled(1 / noise), 1.0, noise, at_end
     factor, far = best_factor(likelihood, folds)
     return likelihood, factor, None, far
 
 
-def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
+def log_scores(likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor:
     """Log scores ``[n]`` of the folds, as wide as is best there."""
-    likelihood, factor, *_ = fitted(problem, folds)
-    return score(likelihood, folds, factor)
+    widened, factor, *_ = fitted(likelihood, folds)
+    return score(widened, folds, factor)
 
 
-def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
+def best_noise(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
     """The noise ``[*event]`` with which the members predict best, and whether one is at an end of its grid."""
-    likelihood, grid = problem.likelihood, NOISES.flip(0)  # the largest first: it is taken where all score the least
+    grid = NOISES.flip(0)  # the largest first: it is taken where all score the least
     best = torch.stack([scored(likelihood.scaled(1 / c), folds).sum(0) for c in grid.tolist()]).argmax(0)
     counts = torch.cat([weights_of(likelihood, fold.targets) for fold in folds]).sum(0)
     at_end = bool(((best == 0) | (best == len(grid) - 1))[counts > 0].any())
@@ -165,30 +153,30 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
 
 
 def noise_of_all(
-    problem: Problem, noise: Tensor, folds: Sequence[Fold], outputs: Sequence[Tensor]
+    likelihood: Likelihood, noise: Tensor, folds: Sequence[Fold], every: Sequence[Fold]
 ) -> tuple[Tensor, bool]:
     """The noise ``[*event]`` of the mixture of all members, and whether it was cut to a quarter of what is mixed.
 
     Args:
-        problem: of M members.
+        likelihood: of training.
         noise: that of the mixtures of those members of ``folds`` that left each of them out.
         folds: with the outputs of the members that are mixed.
-        outputs: of all members, on the fold that each left out.
+        every: with those of all members.
     """
-    size = sum(len(f.rows) for f in folds)
-    fewer = sum(len(f.rows) * (1 / len(f.who) - 1 / problem.count) for f in folds) / size
-    all_noise, least = noise - 2 * fewer * disagreement(problem, folds, outputs).reshape(noise.shape), noise / 4
+    size, count = sum(len(f.rows) for f in folds), sum(len(f.who) for f in every)
+    fewer = sum(len(f.rows) * (1 / len(f.who) - 1 / count) for f in folds) / size
+    mixed = {m for f in folds for m in f.who}
+    all_noise, least = noise - 2 * fewer * disagreement(likelihood, every, mixed).reshape(noise.shape), noise / 4
     return all_noise.maximum(least), bool((all_noise < least).any())
 
 
-def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tensor]) -> Tensor:
-    """``b`` of each output, ``[E]``, at least 0; 0 where each fold was left out by one member."""
-    products, counts, every = [], [], {f.rows: f for f in folds_of(problem, outputs)}
+def disagreement(likelihood: Likelihood, folds: Sequence[Fold], mixed: Collection[int]) -> Tensor:
+    """``b`` of each output for the members that are mixed, ``[E]``, at least 0; 0 where one member left a fold out."""
+    products, counts = [], []
     for fold in folds:
-        left = every[fold.rows]
-        r, w = errors(problem.likelihood, left)
+        r, w = errors(likelihood, fold)
         others = (r.sum(0) - r) / (len(r) - 1) if len(r) > 1 else r
-        here = [left.who.index(m) for m in fold.who]
+        here = [i for i, m in enumerate(fold.who) if m in mixed]
         products.append((r * (r - others))[here].flatten(0, 1))
         counts.append(w[here].flatten(0, 1))
     return (torch.cat(products).sum(0) / torch.cat(counts).sum(0).clamp_min(1e-30)).clamp_min(0)
@@ -208,18 +196,17 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, b
     return 1.0 if abs(mean) < NEGLIGIBLE else math.exp(mean), far
 
 
-def constant_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor | None:
+def constant_scores(likelihood: Likelihood, data: Data, folds: Sequence[Fold]) -> Tensor | None:
     """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean of numbers, frequencies of
     classes. Noise is that of the folds, as it is for networks. ``None`` for outputs of too many numbers."""
     if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
         return None
-    every, found = torch.arange(problem.data.size, device="cpu"), []
+    every, found = torch.arange(data.size, device="cpu"), []
     for fold in folds:
-        targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
-        n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
-        c = _constant(problem.likelihood, targets, n, event, fold.outputs)
+        rest, event = every[~torch.isin(every, fold.rows)], fold.outputs.shape[2:]
+        c = _constant(likelihood, doubled(data.take(rest)[1]), len(rest), event, fold.outputs)
         found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
-    return log_scores(problem, found) if problem.likelihood.has_noise_scale else score(problem.likelihood, found)
+    return log_scores(likelihood, found) if likelihood.has_noise_scale else score(likelihood, found)
 
 
 def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:
@@ -247,7 +234,7 @@ def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Te
 def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, float] | None:
     """Of counts, the mean of ``(y - mean)^2 / variance`` on the folds, and the standard error that it has of counts as they are
     promised, by 50 draws of each; that of the targets themselves is as large as what it is to show. ``None`` for others."""
-    support, parts = likelihood.support, list[tuple[Tensor, Tensor]]()
+    support, parts = likelihood.support, list[Tensor]()
     if support is None or not support.is_discrete or support.high < math.inf:
         return None
     for fold in folds:
@@ -255,7 +242,6 @@ def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, fl
         drawn = p.sample(50, generator=torch.Generator(fold.outputs.device).manual_seed(0))
         both = torch.cat([likelihood.labels(fold.targets)[None].to(drawn), drawn])
         ratio = ((both - p.mean).square() / p.variance.clamp_min(1e-12)).reshape(*both.shape[:2], -1)
-        of_targets = ratio[:, weights_of(likelihood, fold.targets) > 0]
-        parts.append((of_targets[0], of_targets[1:]))
-    r, promised = torch.cat([x for x, _ in parts]), torch.cat([x for _, x in parts], 1)
-    return float(r.mean()), float(promised.std() / len(r) ** 0.5)
+        parts.append(ratio[:, weights_of(likelihood, fold.targets) > 0])
+    both = torch.cat(parts, 1)
+    return float(both[0].mean()), float(both[1:].std() / both.shape[1] ** 0.5)

@@ -17,14 +17,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches, checks
+from bayesopt_chain._torch import is_wrapped
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
+from bayesopt_chain.modules import (
+    Forward,
+    Tensors,
+    arguments_of,
+    copied,
+    in_mode,
+    inner_of,
+    make_functional,
+    one_by_one,
+)
 from bayesopt_chain.runs.run import describe
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 MAKER = checks.Kind(callable, "a torch.nn.Module, or a function (or class) without arguments that makes one")
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
+FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 MOST_AXES = 512  # columns; to turn a weight [O, D] costs D / b of its product with a batch of b
 
 
@@ -48,8 +59,9 @@ class Members(NamedTuple):
 
     def within(self, scale: Scale) -> Members:
         """The networks between these affine maps."""
-        modules = (self.training.module, self.still.module)
-        training, still = (make_functional(m, inputs=scale.into, outputs=scale.out).forward for m in modules)
+        training, still = (
+            make_functional(f.module, inputs=scale.into, outputs=scale.out).forward for f in (self.training, self.still)
+        )
         return self._replace(training=training, still=still)
 
     @property
@@ -61,6 +73,29 @@ class Members(NamedTuple):
         """What one member returns at its start, in ``eval`` mode by default."""
         params, buffers = self.first
         return (forward or self.still).with_buffers(params, (inputs, None), buffers)[0]
+
+    @torch.no_grad()
+    def predict(self, params: Tensors, buffers: Tensors, inputs: Any) -> Tensor:
+        """Outputs ``[S, n, *event]`` for stacked parameters and buffers ``[S, *]``, for as many data at once as fit."""
+        leaves, spec = batches.flatten(inputs)
+        size = next(iter(params.values())).shape[0]
+        width = max(sum(x[0].numel() for x in leaves), sum(p.shape[1] if p.ndim > 1 else 1 for p in params.values()))
+        at_once, parts = max(1, FORWARDS // max(1, size * width)), list[Tensor]()
+        for some in map(spec.unflatten, zip(*(x.split(at_once) for x in leaves))):
+
+            def one(p: Any, b: Any, some: Any = some) -> Tensor:
+                return self.still.with_buffers(p, (some, None), b)[0]
+
+            parts.append(mapped(one, self.loop, params, buffers))
+        self.forget()
+        return torch.cat(parts, 1)
+
+    def forget(self) -> None:
+        """Drop what the networks kept of their calls as attributes: tensors with a graph, or without memory, as under ``vmap``.
+        Neither can be copied."""
+        for layer in (*self.training.module.modules(), *self.still.module.modules()):
+            own = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
+            vars(layer).update({name: None for name, x in own.items() if is_wrapped(x) or x.grad_fn is not None})
 
     def require_start(self, written: Tensors) -> None:
         """Refuse starts that were written before and are others; drawn on other threads, or another processor, they may be
@@ -93,19 +128,18 @@ class Products(TorchDispatchMode):
 
     def __init__(self, params: Tensors) -> None:
         super().__init__()
-        self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
-        self.copies = list[Tensor]()  # held, so that nothing else takes their memory
+        # tensors are held beside their names, so that nothing else takes their memory
+        self.known = {x.untyped_storage().data_ptr(): (name, x) for name, x in params.items()}
         self.sizes, self.left = dict[str, int](), dict[str, list[Tensor]]()
 
     def name_of(self, x: Any) -> str | None:
         """Of the parameter whose memory this is."""
-        return self.names.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
+        return self.known.get(x.untyped_storage().data_ptr(), (None,))[0] if isinstance(x, Tensor) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what the operation sums up, and do it."""
         kind, out = func._schema.name.removeprefix("aten::"), func(*args, **(kwargs or {}))
-        factors: Any = ()
-        size = 1
+        size, factors = 1, list[Any]()
         if kind in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"):
             factors = args[1:3] if "add" in kind else args[:2]
             size = factors[0].shape[-1]
@@ -115,8 +149,7 @@ class Products(TorchDispatchMode):
         elif kind == "embedding":
             factors = args[:1]
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
-            self.names[out.untyped_storage().data_ptr()] = name
-            self.copies.append(out)
+            self.known[out.untyped_storage().data_ptr()] = name, out
         for name in filter(None, map(self.name_of, factors)):
             self.sizes[name] = max(size, self.sizes.get(name, 1))
             self.left.setdefault(name, []).append(factors[0])
@@ -194,6 +227,12 @@ def members_of(
             )
     training, still = copy_of(first).train(), copy_of(first).eval()
     for name, layer in first.named_modules():
+        # the map of torch.nn.utils.parametrizations.orthogonal that rounds the diagonal of its weight to whole numbers
+        if getattr(getattr(layer, "orthogonal_map", None), "name", "") == "householder":
+            raise ValueError(
+                f"posterior_ensemble: {name} (orthogonal, householder) rounds entries of its weight, so that no gradient "
+                'holds them where a prior moves them: make it with orthogonal_map="cayley"'
+            )
         if (
             isinstance(layer, BatchNorm)
             and layer.weight is not None
@@ -201,10 +240,8 @@ def members_of(
         ):
             training.get_submodule(name).eval()
     params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
-    zeros = batches.tree_map(torch.zeros_like, inputs)
-    return Members(params, buffers, *(make_functional(m).forward for m in (training, still)), inputs=zeros).within(
-        Scale()
-    )
+    networks = (make_functional(m).forward for m in (training, still))
+    return Members(params, buffers, *networks, inputs=batches.tree_map(torch.zeros_like, inputs)).within(Scale())
 
 
 def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
@@ -228,14 +265,12 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
     for used, x, moments in zip(few, every, scale.inputs):
         if moments is None or x.ndim < 2:
             continue
-        used, rows = used.flatten(0, -2), x.flatten(0, -2)
+        used, rows = used.flatten(0, -2), x.flatten(0, -2).double()
         names = [name for name, seen in left.items() if any(torch.equal(factor, used) for factor in seen)]
-        if not names or not rows.shape[1] < min(len(rows), MOST_AXES):
-            continue
-        rows = rows.double()
-        variances, axes = torch.linalg.eigh(rows.mT @ rows / len(rows))
-        if variances[-1] > COLLINEAR * variances.median():
-            found |= {name: axes.to(members.params[name]) for name in names}
+        if names and rows.shape[1] < min(len(rows), MOST_AXES):
+            variances, axes = torch.linalg.eigh(rows.mT @ rows / len(rows))
+            if variances[-1] > COLLINEAR * variances.median():
+                found |= {name: axes.to(members.params[name]) for name in names}
     return found
 
 
@@ -259,39 +294,37 @@ def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
         if not isinstance(network, nn.Module):
             raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
         network = inner_of(network)
-        for name, layer in network.named_modules():
-            # the map of torch.nn.utils.parametrizations.orthogonal that rounds the diagonal of its weight to whole numbers
-            if getattr(getattr(layer, "orthogonal_map", None), "name", "") == "householder":
-                raise ValueError(
-                    f"posterior_ensemble: {name} (orthogonal, householder) rounds entries of its weight, so that no gradient "
-                    'holds them where a prior moves them: make it with orthogonal_map="cayley"'
-                )
         if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)
             with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
                 network(*arguments, **keywords)
-        network = _drawn_anew(network) if anew else network
+        if anew:
+            _draw_anew(network)
         elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
         return (copied(network) if elsewhere else network).to(device)
 
 
-def _drawn_anew(module: nn.Module) -> nn.Module:
-    done: set[str] = set()
+def _draw_anew(module: nn.Module) -> None:
+    done = set[int]()
     for name, layer in module.named_modules():
-        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
         lora: Any = getattr(layer, "reset_lora_parameters", None)
         if callable(lora):
             for adapter in layer.lora_A:  # pyright: ignore[reportGeneralTypeIssues]
                 lora(adapter, True)
-            done |= {f"{name}.{n}" for n, _ in layer.named_parameters() if "lora_" in n}
-        if not own or all(f"{name}.{n}" in done for n in own):
+            done |= {id(p) for n, p in layer.named_parameters() if "lora_" in n}
+        every = [*layer.parameters(recurse=False)]
+        if all(id(p) in done for p in every if p.requires_grad):
             continue
         reset: Any = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
-        if not callable(reset) or len(own) < len(list(layer.parameters(recurse=False))):
+        if not callable(reset) or not all(p.requires_grad for p in every):
             raise ValueError(
                 f"posterior_ensemble: the weights of {name or 'the module'} ({type(layer).__name__}) cannot be drawn anew "
                 "(no reset_parameters, or some of them are frozen): pass make_model=, a function that returns a new module"
             )
         reset()
-    return module
+
+
+def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
+    """What a function makes of every member's part of stacked trees: under ``vmap``, or of one member after the other."""
+    return one_by_one(function, *stacked) if loop else torch.vmap(function, randomness="error")(*stacked)

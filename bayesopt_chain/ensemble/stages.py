@@ -58,10 +58,13 @@ class Stages:
         if mesh is not None:
             require_one_axis(mesh, self.who)
             self.mine = chains_of(about["members"], mesh, f"{self.who}: members:")
-            same = (
-                "the ranks were not given the same call: {} differ. Every rank is given all data and the same arguments"
+            require_alike(
+                self.who
+                + ": the ranks were not given the same call: {} differ. Every rank is given all data and the same "
+                "arguments",
+                {name: repr(x) for name, x in about.items()},
+                mesh,
             )
-            require_alike(f"{self.who}: {same}", {name: repr(x) for name, x in about.items()}, mesh)
         elif self.path is not None and world().size > 1:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
         self.shown, self.started = shown and self.is_first, time.monotonic()
@@ -97,11 +100,7 @@ class Stages:
         answers(self.mesh, lambda: torch.save(what(*given), held) if self.is_first else None)
         sent = [held.getvalue()]
         dist.broadcast_object_list(sent, group=self.mesh.get_group(), group_src=0)
-
-        def placed(storage: Any, place: str) -> Any:
-            return storage if place == "cpu" else storage.to(device=self.device)
-
-        return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
+        return torch.load(io.BytesIO(sent[0]), map_location=self.device, weights_only=True)
 
     def _claim(self, about: Mapping[str, Any]) -> None:
         """Say whose directory it is.
@@ -118,12 +117,10 @@ class Stages:
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
         if (found := self.read(name)) is None:
-            own = make()
-            found = self.of_first(lambda: own)
+            own: Any = make()
             # as it is read again: products with another order of axes round in another way
-            found = cast(
-                Any, optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, cast(Any, found))
-            )
+            own = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, own)
+            found = self.of_first(lambda: own)
             self.write(name, found)
         return found
 
@@ -146,8 +143,8 @@ class Stages:
             return tree
         leaves, spec = optree.tree_flatten(cast(Any, tree))
         parts = gather_tensors({str(i): x for i, x in enumerate(leaves)}, self.mesh)
-        every = zip(*(part.values() for part in parts))
-        return cast(Any, spec.unflatten([torch.cat(xs) if xs[0].ndim else xs[0] for xs in every]))
+        every = [torch.cat([part[str(i)] for part in parts]) if x.ndim else x for i, x in enumerate(leaves)]
+        return cast(Any, spec.unflatten(every))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-r"""Training of all members at once, and what it needs: the energy, the step, the batches.
+r"""Training of all members at once: the energy, the step and the batches, and the recipe by which they are taken.
 
 The parameters of member m are one row ``theta_m`` of a tensor ``[M, P]``. With n data that it sees, a prior of precision
 ``lambda`` of each parameter, and Gaussian noise of variance ``v`` (of other likelihoods without v), a step follows the gradient
@@ -12,12 +12,32 @@ noise and s are part of each batch, so that one program serves all of the traini
 The gradient of all members is one call under ``vmap``, and one update of TorchOpt's Adam moves them: where nothing is sampled
 no noise has to be matched. Both are traced once into a program of tensor operations, which saves three quarters of their time
 for small networks. Where tracing fails, or the program does not repeat the step, the step itself runs.
+
+Each member leaves out one of two folds for ``steps`` steps, and goes on with all data for 0.3 of them at 0.3 of the rate:
+
+    Adam at  lr (1 + cos(pi t / steps)) / 2 + lr / 1000
+
+Members whose prior changes in between go on at the full rate, since they have further to go.
+Half of the members have the usual prior, precision 1 and, of Gaussian targets, training noise of 0.02 of their variance. The
+other half have a prior whose precision is the fan-in of each weight, and training noise v0 = 0.3 of the held-out noise, which
+is renewed four times. Members that leave out one fold take it from those that leave out the other, so that no fold chooses the
+noise that it scores. Held-out noise itself contains what the network does not know yet, and would smooth too much: 0.3 is the
+share that is noise for N of some hundreds. At the end the halves are compared on the same folds, by the paired difference of
+their log scores in standard errors: the better prior is taken by all members, or, within one standard error, each keeps its
+own. Classes have the usual prior alone.
+
+Where ``steps`` come from a budget of seconds, the pace is measured anew at every twentieth of them, and as many steps follow as
+then fit: the cosine ends where the seconds do, also on a machine that becomes slower or faster meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+import math
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,20 +47,29 @@ from torch import Tensor
 from torchopt.transform import scale_by_adam
 
 from bayesopt_chain import batches
-from bayesopt_chain._torch import is_wrapped, traced
+from bayesopt_chain._torch import traced
 from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import Data
-from bayesopt_chain.ensemble.members import Members
+from bayesopt_chain.ensemble.members import Members, mapped
+from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.loss import gradient
-from bayesopt_chain.modules import Tensors, one_by_one
-from bayesopt_chain.random.model_draws import model_draws, seeded
+from bayesopt_chain.modules import Tensors
+from bayesopt_chain.random.model_draws import model_draws
 from bayesopt_chain.random.stream import chain_seed, new_key
 
-FLOOR = torch.full((), -50.0, device="cpu")
-FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 CLOSE = 1e-3  # relative difference of a program from the step that it records
 ADAM = scale_by_adam()
+RATES = (1e-2, 3e-3, 1e-3)
+WITHIN, TRIAL = 0.05, 0.05  # of the best descent; of the steps
+NOISE, FIRST, SHARE = 0.02, 0.1, 0.3  # usual noise and first noise, of the targets' variance; v0 of the held-out noise
+RENEWALS = (0.2, 0.4, 0.6, 0.8)  # of the steps
+MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
+KEPT = 20  # times that a training under way is written to disk, and that its pace is measured
+FEWEST = 20  # steps that a budget comes to
+TIMED = 20  # steps that are timed
+PRIORS = USUAL, FAN_IN = "usual prior", "fan-in prior"
 
 
 class State(NamedTuple):
@@ -85,7 +114,7 @@ class Problem:
     seed: int
     mine: range
     axes: Tensors = field(default_factory=dict)
-    floor: Tensor = FLOOR
+    floor: Tensor = held.FLOOR
 
     @property
     def left_out(self) -> list[tuple[Tensor, list[int]]]:
@@ -115,6 +144,24 @@ class Problem:
             opaque = x[0].numel() if x.ndim > 1 and layer.startswith("torch.nn") else 1  # as of fused recurrent layers
             sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
         return torch.cat(sizes)
+
+    def folds_of(self, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[held.Fold]:
+        """The folds, with the outputs of some members (default: of all)."""
+        found = []
+        for rows, left in self.left_out:
+            if some := [m for m in left if who is None or m in who]:
+                stacked = torch.stack([outputs[m] for m in some]).double()
+                targets = held.doubled(self.data.take(rows)[1])
+                found.append(held.Fold(rows, targets, some, stacked, self.floor.to(stacked)))
+        return found
+
+    def held_out(self, theta: Tensor, buffers: Tensors) -> list[Tensor]:
+        """Of each member, outputs ``[n_f, *event]`` on the fold that it left out; all members ``[M, *]`` are given."""
+        params, found = self.tree(theta), dict[int, Tensor]()
+        for rows, who in self.left_out:
+            own, kept = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
+            found |= zip(who, self.members.predict(own, kept, self.data.take(rows)[0]))
+        return [found[m] for m in range(self.count)]
 
     def seen(self, held_out: bool) -> list[int]:
         """How many data each of this rank's members sees."""
@@ -163,11 +210,10 @@ class Problem:
 
     def start(self) -> State:
         """Where this rank's members start. Their keys depend on their numbers alone, not on the ranks that share them out."""
-        theta, keys = self.own(self.theta), []
-        for member in self.mine:
-            with seeded(chain_seed(7919 * self.seed + 2, member)):
-                keys.append(new_key(None, theta.device))
-        return State(theta, self.own(self.members.buffers), torch.stack(keys), ADAM.init(theta))
+        theta = self.own(self.theta)
+        streams = [torch.Generator("cpu").manual_seed(chain_seed(7919 * self.seed + 2, m)) for m in self.mine]
+        keys = torch.stack([new_key(stream, theta.device) for stream in streams])
+        return State(theta, self.own(self.members.buffers), keys, ADAM.init(theta))
 
     def energy(self, theta: Tensor, batch: Any, buffers: Tensors, *, still: bool) -> tuple[Tensor, Tensors]:
         """``s U`` of one member, and its next buffers."""
@@ -194,11 +240,6 @@ class Problem:
         grads, losses, buffers = mapped(one, self.members.loop, state.theta, state.buffers, state.keys, leaves)
         moves, adam = ADAM.update(grads, state.adam, inplace=False)
         return State(state.theta - rate[:, None] * moves, buffers, state.keys, adam), losses
-
-
-def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
-    """What a function makes of every member's part of stacked trees: under ``vmap``, or of one member after the other."""
-    return one_by_one(function, *stacked) if loop else torch.vmap(function, randomness="error")(*stacked)
 
 
 def program(step: Callable, *given: Any) -> Callable:
@@ -233,38 +274,263 @@ def program(step: Callable, *given: Any) -> Callable:
     return replayed
 
 
-@torch.no_grad()
-def outputs_of(members: Members, params: Tensors, buffers: Tensors, inputs: Any) -> Tensor:
-    """Outputs ``[S, n, *event]`` for stacked parameters and buffers ``[S, *]``, for as many data at once as fit."""
-    leaves, spec = batches.flatten(inputs)
-    n, size = len(leaves[0]), next(iter(params.values())).shape[0]
-    width = max(sum(x[0].numel() for x in leaves), sum(p.shape[1] if p.ndim > 1 else 1 for p in params.values()))
-    at_once = max(1, FORWARDS // max(1, size * width))
+class Trained(NamedTuple):
+    """What training came to, or has come to when its outputs were last looked at and finite.
 
-    parts = []
-    for start in range(0, n, at_once):
-        some = spec.unflatten([x[start : start + at_once] for x in leaves])
+    Attributes:
+        theta, buffers: of all members, ``[M, *]``.
+        pilots: outputs of each member on the fold that it left out, before it was trained on all data; none before the first
+            look.
+        priors: of each member at first.
+        now: those in force.
+        noise: of training, ``[M, *event]``, in units of the targets' variance.
+        steps: of training, and with all data.
+        z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
+        scores: mean held-out log score of the pilots of each prior, on the folds that both left out.
+        ends: theta and buffers before any member saw all data; nothing before.
+    """
 
-        def one(p: Any, b: Any, some: Any = some) -> Tensor:
-            return members.still.with_buffers(p, (some, None), b)[0]
+    theta: Tensor
+    buffers: Tensors
+    pilots: list[Tensor]
+    priors: list[str]
+    now: list[str]
+    noise: Tensor
+    steps: tuple[int, int]
+    z: float | None
+    scores: dict[str, float]
+    ends: dict[str, Any]
 
-        parts.append(mapped(one, members.loop, params, buffers))
-    forget(members.still.module)
-    return torch.cat(parts, 1)
+    @property
+    def kept(self) -> list[int]:
+        """The members whose prior was taken."""
+        return [m for m, prior in enumerate(self.priors) if prior in self.now]
 
 
-def forget(module: torch.nn.Module) -> None:
-    """Drop what a network kept of its calls as attributes: tensors with a graph, or without memory, as under ``vmap``. Neither
-    can be copied."""
-    for layer in module.modules():
-        own = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
-        vars(layer).update({name: None for name, x in own.items() if is_wrapped(x) or x.grad_fn is not None})
+def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) -> Any:
+    """The rate of a step: a cosine over ``first`` steps from lr, then one over ``second`` more from ``again`` of it.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.training import rate_at
+        >>> [round(rate_at(t, 1.0, 10, 4), 3) for t in (0, 5, 10, 12)]
+        [1.001, 0.501, 0.301, 0.151]
+    """
+    size, at = (1.0, step / first) if step < first else (again, (step - first) / second)
+    return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
 
 
-def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[Tensor]:
-    """Of each member, outputs ``[n_f, *event]`` on the fold that it left out; all members ``[M, *]`` are given."""
-    params, found = problem.tree(theta), dict[int, Tensor]()
-    for fold, who in problem.left_out:
-        own, kept = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
-        found |= zip(who, outputs_of(problem.members, own, kept, problem.data.take(fold)[0]))
-    return [found[m] for m in range(problem.count)]
+def refitted(t: int, steps: int, fit: float, most: float = math.inf) -> tuple[int, int]:
+    """Steps, and those with all data, where before step ``t`` of ``steps`` so many fit into what is left of the seconds.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.training import refitted
+        >>> [refitted(50, 100, fit) for fit in (80, 210, 20, 0)], refitted(110, 100, 5)
+        ([(100, 30), (200, 60), (54, 16), (51, 1)], (100, 15))
+    """
+    if t < steps:
+        steps = int(min(most, max(FEWEST, t + 1, round((t + fit) / (1 + MORE)))))
+    return steps, min(max(1, round(MORE * steps)), max(steps + 1, t + 1, round(t + fit)) - steps)
+
+
+def timed(step: Callable[[int], Any], count: int) -> float:
+    """Seconds of one of so many steps, measured behind two others."""
+    steps = map(step, itertools.count())
+    timer = timeit.Timer(lambda: next(steps), timer=time.perf_counter)
+    timer.timeit(2)
+    return timer.timeit(count) / count
+
+
+def alike(tree: Any) -> Any:
+    """The first member's part of a tree ``[m, *]``, for all members."""
+    return optree.tree_map(lambda x: x[:1].expand_as(x).contiguous(), tree, namespace=batches.NAMESPACE)
+
+
+class Training:
+    """The one training, from its starts to all data; it goes on from where ``stages`` has it.
+
+    Args:
+        problem: the networks and the data.
+        stages: where it is written and shown.
+        event: the shape of one datum's outputs.
+        prior: a precision for all weights, or ``None`` for the recipe.
+
+    Attributes:
+        problem: as given; where ``vmap`` refuses the network, its gradient or its predictions, members run one by one.
+        done: what it has come to.
+    """
+
+    def __init__(self, problem: Problem, stages: Stages, event: Any, prior: float | None) -> None:
+        self.problem, self.stages = problem, stages
+        theta, count = problem.theta, problem.count
+        priors = [USUAL] * count
+        if prior is None and not problem.likelihood.has_classes:
+            priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
+        usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
+        self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
+        one = torch.ones(event, dtype=torch.float64, device="cpu")
+        noise = torch.stack([(NOISE if p == USUAL else FIRST) * one for p in priors])
+        self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {}, {})
+        self.state: Any = problem.start()
+        self.prepare()
+        try:
+            self.run = program(problem.step, self.state, self.batch(0), self.rates(1e-3))
+            problem.members.predict(problem.members.params, problem.members.buffers, problem.data.inputs_of(1))
+        except RuntimeError:  # of vmap, or of the network, which fails again when a step is timed
+            self.problem = replace(problem, members=problem.members._replace(loop=True))
+            self.run = self.problem.step
+
+    def prepare(self) -> None:
+        """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
+        problem, done, held_out = self.problem, self.done, not self.done.ends
+        decay = [self.precision_of[done.now[m]] / n for m, n in zip(problem.mine, problem.seen(held_out))]
+        self.batch = problem.batches(held_out, 1 if held_out else 3, done.noise, torch.stack(decay))
+        again = [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine]
+        self.again = torch.tensor(again, dtype=torch.float64, device="cpu")
+
+    def rates(self, lr: Any) -> Tensor:
+        """The rates of this rank's members, ``[m]``, from one for all or one for each."""
+        theta = self.state.theta
+        return torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()
+
+    def seconds(self) -> tuple[float, float]:
+        """Of one step, measured, and of what scoring the members in the end will take, by one score of where they start."""
+        problem, likelihood, rates = self.problem, self.problem.likelihood, self.rates(1e-3)
+        step = timed(lambda i: self.run(self.state, self.batch(i), rates), TIMED)
+        folds = problem.folds_of(problem.held_out(problem.theta, problem.members.buffers))
+        grid, factor = (held.SCALES, 2.0) if likelihood.has_width else (held.NOISES, 1.0)
+        tables = 1 if likelihood.has_classes else 4  # of the members, of those of each prior, and of a constant
+        return step, tables * len(grid) * timed(lambda _: held.score(likelihood, folds, factor), 1)
+
+    def rate(self, steps: int) -> dict[str, Any]:
+        """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
+        count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))
+        # as many at a time as this rank has members, so that one program serves
+        padded = torch.tensor([*RATES, *RATES[-1:] * (-len(RATES) % count)], dtype=torch.float64, device="cpu")
+        traces: list[Tensor] = []
+        self.stages.begin("rate", len(padded) // count * tried)
+        for rates in padded.split(count):
+            state, losses = self.state._replace(theta=alike(self.state.theta)), []
+            for i in range(tried):
+                state, loss = self.run(state, alike(self.batch(i)), self.rates(rates))
+                losses.append(loss)
+                self.stages.advance()
+            traces.append(torch.stack(losses))
+        trace = torch.cat(traces, 1)[:, : len(RATES)].double().cpu()
+        first, last = trace[0].mean(), trace[-max(1, tried // 3) :].mean(0).nan_to_num(math.inf, math.inf, math.inf)
+        if not bool(last.isfinite().any()):
+            raise ValueError(
+                f"posterior_ensemble: training diverges at every rate of {RATES}: standardise the data, or pass lr="
+            )
+        close = last <= last.min() + WITHIN * (first - last.min()).abs()
+        passes = len(RATES) * tried / self.problem.count * self.problem.batch_size / self.problem.data.size
+        return {"lr": next(lr for lr, good in zip(RATES, close.tolist()) if good), "passes": passes}
+
+    def train(self, lr: float, steps: int, until: float | None = None, most: float = math.inf) -> Trained:
+        """All of it.
+
+        Args:
+            lr: the rate.
+            steps: as many, before those with all data.
+            until: when it has to end, by the clock of ``time.perf_counter``; as many steps as fit. Default: no end.
+            most: the steps that may become of ``steps`` then.
+        """
+        stages, start = self.stages, 0
+        self.done = self.done._replace(steps=(steps, max(1, round(MORE * steps))))
+        if half := stages.read("training under way"):
+            start, until = half["step"], until and time.perf_counter() + half["left"]
+            self.done = Trained(**half["done"])
+            self.state = optree.tree_structure(self.state).unflatten(self.problem.own(half["leaves"]))
+            self.prepare()
+        stages.begin("training", sum(self.done.steps), start)
+        t, looked = start, (start, time.perf_counter())
+        renewals, marks = self.marks()
+        while t < sum(self.done.steps):
+            if t in marks:
+                (before, then), looked = looked, (t, time.perf_counter())
+                if until is not None and t > before:
+                    fit = max(0.0, until - looked[1]) / max(looked[1] - then, 1e-9) * (t - before)
+                    self.done = self.done._replace(steps=stages.of_first(refitted, t, self.done.steps[0], fit, most))
+                    stages.total, (renewals, marks) = sum(self.done.steps), self.marks()
+                if stages.path is not None:
+                    at = {
+                        "leaves": stages.gathered(optree.tree_leaves(self.state)),
+                        "step": t,
+                        "left": (until or 0.0) - looked[1],
+                        "done": self.done._asdict(),
+                    }
+                    stages.write("training under way", at)
+            steps, more = self.done.steps
+            pilots_end = t == steps and not self.done.ends
+            if pilots_end or t in renewals:
+                self.look()
+                if pilots_end:
+                    self.choose()
+                else:
+                    self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])
+                self.prepare()
+            rates = self.rates(rate_at(t, lr, steps, more, self.again))
+            self.state, _ = self.run(self.state, self.batch(t if t < steps else t - steps), rates)
+            stages.advance()
+            t += 1
+        theta, buffers = stages.gathered((self.state.theta, self.state.buffers))
+        _require_finite([theta], "training on all data")
+        return self.done._replace(theta=theta, buffers=buffers)
+
+    def marks(self) -> tuple[set[int], set[int]]:
+        """The steps before which noise is renewed, and before which training is written and its pace measured."""
+        steps, more = self.done.steps
+        return {round(share * steps) for share in RENEWALS}, {round(i * (steps + more) / KEPT) for i in range(1, KEPT)}
+
+    def look(self) -> None:
+        """Look at the outputs of each member on the fold that it left out."""
+        theta, buffers = self.stages.gathered((self.state.theta, self.state.buffers))
+        outputs = self.problem.held_out(theta, buffers)
+        _require_finite(outputs, "training")
+        self.done = self.done._replace(theta=theta, buffers=buffers, pilots=outputs)
+
+    def followed(self) -> dict[str, Any]:
+        """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
+        noise = torch.full_like(self.done.noise, NOISE)
+        self.cross(noise)
+        of_all = self.v0(self.problem.folds_of(self.done.pilots)).expand_as(noise)
+        return {**self.done.ends, "without": noise, "with": of_all, "precision": self.precision_of[FAN_IN]}
+
+    def v0(self, folds: list[held.Fold]) -> Tensor:
+        """The noise to train with, of the members that left these folds out; of targets without noise it is not used."""
+        if not self.problem.likelihood.has_noise_scale:
+            return torch.full_like(self.done.noise[0], NOISE)
+        return SHARE * self.stages.of_first(held.noise_of, self.problem.likelihood, folds).cpu()
+
+    def cross(self, noise: Tensor, who: list[int] | None = None) -> None:
+        """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
+        folds = self.problem.folds_of(self.done.pilots, who)
+        for fold in folds:
+            noise[fold.who] = self.v0([f for f in folds if f is not fold] or [fold])
+
+    def choose(self) -> None:
+        """Set the priors to go on with, the z of their comparison, and the noise."""
+        problem, done, z, now, means = self.problem, self.done, None, self.done.priors, dict[str, float]()
+        usual, fan_in = (
+            problem.folds_of(done.pilots, [m for m, own in enumerate(done.priors) if own == prior]) for prior in PRIORS
+        )
+        if usual and fan_in:
+            shared = {f.rows for f in usual} & {f.rows for f in fan_in}
+            scores = [
+                held.log_scores(problem.likelihood, [f for f in each if f.rows in shared]) for each in (usual, fan_in)
+            ]
+            means = {f"pilots, {prior}": float(score.mean()) for prior, score in zip(PRIORS, scores)}
+            z = self.stages.of_first(held.z_of, scores[1] - scores[0])
+            if abs(z) >= 1:
+                now = [FAN_IN if z > 0 else USUAL] * problem.count
+        if fan_in:
+            v0 = self.v0(fan_in)
+            done.noise[:] = torch.stack([v0 if prior == FAN_IN else torch.full_like(v0, NOISE) for prior in now])
+        self.done = done._replace(now=now, z=z, scores=means, ends={"theta": done.theta, "buffers": done.buffers})
+
+
+def _require_finite(tensors: list[Tensor], stage: str) -> None:
+    if not all(bool(x.isfinite().all()) for x in tensors):
+        raise ValueError(
+            f"posterior_ensemble: {stage} diverged: pass a smaller lr=, look for outliers in the inputs, or compute in float32 "
+            "what is float16"
+        )

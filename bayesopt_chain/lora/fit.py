@@ -232,7 +232,7 @@ def _problem(
             "bayesian_lora: no parameter of the model asks for a gradient: pass a PEFT model with its adapter on"
         )
     held, _ = read(data, least=1, who="bayesian_lora")
-    if held.raw is None:
+    if not isinstance(held.raw, Mapping):
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
     possible = None if answers is None else list(answers)
     inputs, targets = AnswerReader(model, possible)(held.raw)

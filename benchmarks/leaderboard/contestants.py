@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble.call import batch_size_for
 from bayesopt_chain.ensemble.data import read
-from bayesopt_chain.ensemble.recipe import FAN_IN
+from bayesopt_chain.ensemble.training import FAN_IN
 from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.runs import files

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bayesopt_chain.ensemble import recipe
+from bayesopt_chain.ensemble import training
 
 
 @pytest.fixture(autouse=True)
 def timed_briefly(monkeypatch):
-    monkeypatch.setattr(recipe, "TIMED", 2)
+    monkeypatch.setattr(training, "TIMED", 2)

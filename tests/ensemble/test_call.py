@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble import ensemble, training
+from bayesopt_chain.ensemble import call, training
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.runs import files
@@ -86,7 +86,7 @@ def test_tokens_of_many_draws_are_added_up_one_draw_after_another(most, monkeypa
     made = bc.posterior_ensemble(lambda: nn.Embedding(7, 40), (words, words), bc.likelihoods.categorical(), **SMALL)
     made = replace(made, factor=1.5)
     kept, batches = made.predict(words), [words[:5], words[5:]]
-    monkeypatch.setattr(ensemble, "MOST_NUMBERS", most)
+    monkeypatch.setattr(call, "MOST_NUMBERS", most)
     pooled = made.predict(batches)
     draws = made.params["weight"].shape[0] * 2
     assert (kept.outputs.shape, pooled.outputs.shape) == ((draws, 12, 5, 40), (1, 12, 5, 40))
@@ -310,7 +310,7 @@ def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted)
 def test_the_passes_that_are_counted_are_those_that_were_made_and_a_prior_that_is_given_is_that_of_all():
     """Batches of 16 of 48 data: 60 steps are 20 passes, the 18 with all data are 6."""
     e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, batch_size=16, prior_precision=7.0, **SMALL)
-    assert e.report.chosen["prior_precision"] == 7.0 and "prior: precision 7, as given." in e.report.said
+    assert e.report.chosen["prior_precision"] == 7.0 and "prior_precision=7," in str(e.report)
     assert e.report.passes == {"rate": 0.0, "training": pytest.approx(26)}
     assert e.report.cost == pytest.approx(1.3)
 

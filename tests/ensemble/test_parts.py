@@ -17,9 +17,8 @@ from bayesopt_chain.ensemble.call import _cost
 from bayesopt_chain.ensemble.chains import Chains, chained
 from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of, principal_axes
-from bayesopt_chain.ensemble.recipe import FAN_IN, SHARE, Training
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.training import Problem, held_out_outputs
+from bayesopt_chain.ensemble.training import FAN_IN, SHARE, Problem, Training
 from tests.ensemble.test_untidy import Killed, called, data, keeps, make
 
 GAUSSIAN = bc.likelihoods.gaussian()
@@ -45,7 +44,7 @@ def outputs(p, error):
 def test_a_held_out_score_is_the_mean_density_of_the_members_that_left_the_datum_out():
     p = problem()
     drawn = outputs(p, lambda m: 0.3 * m - 0.5)
-    found = held.score(p.likelihood, held.folds_of(p, drawn))
+    found = held.score(p.likelihood, p.folds_of(drawn))
     v = float(p.likelihood.variance_of_noise)
     for k, who in enumerate(([0, 1], [2, 3])):
         y = p.data.take(p.folds[who[0]])[1]
@@ -56,21 +55,21 @@ def test_a_held_out_score_is_the_mean_density_of_the_members_that_left_the_datum
 
 def test_a_surprise_costs_at_most_fifty_nats_and_of_noise_that_never_suffices_the_largest_is_taken():
     p = problem(members=1)
-    folds = held.folds_of(p, outputs(p, lambda m: 1e3))
+    folds = p.folds_of(outputs(p, lambda m: 1e3))
     assert float(held.score(p.likelihood, folds).min()) == -50
-    assert float(held.best_noise(p, folds)[0]) == pytest.approx(10)
+    assert float(held.best_noise(p.likelihood, folds)[0]) == pytest.approx(10)
 
 
 def test_the_noise_of_members_is_their_mean_squared_error_without_outliers():
     p = problem(members=2)
     error = torch.tensor([[1.0], [-1.0]]).repeat(5, 1).double()
     v = float(p.likelihood.variance_of_noise)
-    folds = held.folds_of(p, outputs(p, lambda m: error))
-    assert float(held.noise_of(p, folds)) == pytest.approx(1 / v)
+    folds = p.folds_of(outputs(p, lambda m: error))
+    assert float(held.noise_of(p.likelihood, folds)) == pytest.approx(1 / v)
     wild = error.clone()
     wild[3] = 1e3  # counts as (4 x 1.4826)^2
-    folds = held.folds_of(p, outputs(p, lambda m: wild))
-    assert float(held.noise_of(p, folds)) == pytest.approx((9 + (4 * 1.4826) ** 2) / 10 / v)
+    folds = p.folds_of(outputs(p, lambda m: wild))
+    assert float(held.noise_of(p.likelihood, folds)) == pytest.approx((9 + (4 * 1.4826) ** 2) / 10 / v)
 
 
 def test_each_output_has_its_noise_and_a_little_of_that_of_the_others():
@@ -79,7 +78,7 @@ def test_each_output_has_its_noise_and_a_little_of_that_of_the_others():
     p.data.targets[:] = y
     size = p.likelihood.variance_of_noise.sqrt()
     error = torch.tensor([0.1, 1.0]) * size * torch.tensor([1.0, -1.0]).repeat(5)[:, None]
-    found = held.noise_of(p, held.folds_of(p, outputs(p, lambda m: error)))
+    found = held.noise_of(p.likelihood, p.folds_of(outputs(p, lambda m: error)))
     logs = torch.tensor([0.01, 1.0]).double().log()
     wanted = (20 * logs + 2 * logs.mean()) / 22  # twenty squared errors, two data of the mean
     torch.testing.assert_close(found, wanted.exp(), rtol=1e-5, atol=0)
@@ -92,7 +91,7 @@ def test_the_noise_of_all_members_follows_from_how_those_that_left_a_fold_out_di
     p, noise = problem(members=8), torch.ones(1).double()
     e, d, v = 0.5, 0.3, float(p.likelihood.variance_of_noise)
     drawn = outputs(p, lambda m: e + d * [1.0, -1.0][m % 2])
-    found, cut = held.noise_of_all(p, noise, held.folds_of(p, drawn, mixed), drawn)
+    found, cut = held.noise_of_all(p.likelihood, noise, p.folds_of(drawn, mixed), p.folds_of(drawn))
     off = 2 * 4 / 3 * d**2 / v * (2 / len(mixed) - 1 / 8)
     assert float(found) == pytest.approx(max(1 - off, 0.25)) and cut == (off > 0.75)
 
@@ -102,7 +101,7 @@ def test_members_of_another_prior_tell_how_far_those_of_one_prior_disagree():
     p, signs = problem(members=4), torch.tensor([1.0, -1.0]).repeat(5)[:, None].double()
     halves = torch.tensor([1.0] * 5 + [-1.0] * 5)[:, None].double()
     drawn = outputs(p, lambda m: 0.2 * signs if m % 2 == 0 else 7.0 * halves * signs)
-    found = held.disagreement(p, held.folds_of(p, drawn, [0, 2]), drawn)
+    found = held.disagreement(p.likelihood, p.folds_of(drawn), [0, 2])
     assert float(found) == pytest.approx(0.04 / float(p.likelihood.variance_of_noise))
 
 
@@ -122,7 +121,7 @@ def test_all_members_err_by_what_their_mixture_promises():
     drawn = [(y + e)[rows] for e, rows in zip(errors(), p.folds)]
     unit = float(p.likelihood.variance_of_noise)
     two = torch.tensor([1 / unit])  # of mixtures of two: a - b + 2 b / 2
-    found, _ = held.noise_of_all(p, two, held.folds_of(p, drawn, range(0, M, 2)), drawn)
+    found, _ = held.noise_of_all(p.likelihood, two, p.folds_of(drawn, range(0, M, 2)), p.folds_of(drawn))
     new = errors()
     left = new.mean(0).square() - new.var(0, correction=0)
     assert abs(float(left.mean()) - unit * float(found)) < 3.9 * (float(left.std()) / n**0.5 + 0.004)
@@ -131,9 +130,9 @@ def test_all_members_err_by_what_their_mixture_promises():
 def test_the_constant_that_is_scored_is_the_mean_of_the_other_data_with_the_noise_of_the_fold():
     """Noises of the grid are 18 % apart, so that the mean score is within .002 of the best one."""
     p = problem(members=2)
-    folds = held.folds_of(p, outputs(p, lambda m: 0.0))
+    folds = p.folds_of(outputs(p, lambda m: 0.0))
     square = (p.data.targets[:10] - p.data.targets[10:].mean()).square()
-    found = held.constant_scores(p, folds)
+    found = held.constant_scores(p.likelihood, p.data, folds)
     assert float(found.mean()) == pytest.approx(-float((2 * math.pi * square.mean()).log() + 1) / 2, abs=0.002)
     assert torch.equal(found.argsort(descending=True), square[:, 0].argsort())
 
@@ -142,7 +141,7 @@ def test_the_constant_of_classes_is_their_frequencies():
     y = torch.tensor([0] * 10 + [0] * 20 + [1] * 10)
     p = problem(members=2)
     p = replace(p, data=p.data._replace(targets=y), likelihood=bc.likelihoods.categorical())
-    found = held.constant_scores(p, held.folds_of(p, [torch.zeros(10, 2), torch.zeros(10, 2)]))
+    found = held.constant_scores(p.likelihood, p.data, p.folds_of([torch.zeros(10, 2), torch.zeros(10, 2)]))
     torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log(), rtol=1e-3, atol=0)
 
 
@@ -158,8 +157,8 @@ def test_logits_are_divided_by_the_mean_factor_that_the_folds_leave_possible(n, 
     mean = float((scores - logs.square() / 2).softmax(0) @ logs)
     assert math.log(found) == pytest.approx(mean, abs=tolerance)
     whole = Problem(Data(logits, y, n), lik, problem().members, 1, n, [torch.arange(n)], 0, range(1))
-    widened = held.score(lik, held.folds_of(whole, [3 * logits / found]))
-    torch.testing.assert_close(held.log_scores(whole, held.folds_of(whole, [3 * logits])), widened)
+    widened = held.score(lik, whole.folds_of([3 * logits / found]))
+    torch.testing.assert_close(held.log_scores(whole.likelihood, whole.folds_of([3 * logits])), widened)
     assert n < 3000 or found == pytest.approx(3, rel=0.1)
 
 
@@ -284,10 +283,10 @@ def test_noise_is_renewed_by_the_other_fold():
     training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), (1,), None)
     training.look()
     training.cross(training.done.noise, [1, 3])
-    drawn = held.folds_of(p, [training_outputs(p, m) for m in range(4)], [1, 3])
+    drawn = p.folds_of([training_outputs(p, m) for m in range(4)], [1, 3])
     assert [training.done.priors[m] for m in (1, 3)] == [FAN_IN, FAN_IN]
     for m, other in ((1, 1), (3, 0)):
-        torch.testing.assert_close(training.done.noise[m], SHARE * held.noise_of(p, [drawn[other]]))
+        torch.testing.assert_close(training.done.noise[m], SHARE * held.noise_of(p.likelihood, [drawn[other]]))
     assert float(training.done.noise[0]) == 0.02
 
 
@@ -392,7 +391,7 @@ def judged(monkeypatch, start, noise, seconds=1e6):
     ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
     stages = Stages(None, {"members": 4}, torch.device("cpu"), None)
     training = SimpleNamespace(problem=p, stages=stages, followed=lambda: ends)
-    training.done = SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4))
+    training.done = SimpleNamespace(pilots=p.held_out(theta, {}), kept=range(4))
     return chained(training, seconds, 1.0)
 
 
@@ -457,7 +456,7 @@ def test_chains_have_what_the_budget_leaves(monkeypatch, budget, chains, steps, 
     """A step takes .01 s, 1.3 of them each step; 300 data are worth 4,000 steps of 32. Of minutes .04 are spared."""
     monkeypatch.setattr("bayesopt_chain.ensemble.call.time", SimpleNamespace(perf_counter=lambda: 5.0))
     p = SimpleNamespace(mine=range(4), count=4, batch_size=32, data=SimpleNamespace(size=300))
-    training = SimpleNamespace(seconds=lambda: 0.01, seconds_of_scores=lambda: 0.0, problem=p)
+    training = SimpleNamespace(seconds=lambda: (0.01, 0.0), problem=p)
     found = _cost(training, **budget, lr=0.01, began=5.0, chains=chains)
     assert found["steps"] == steps and found["chains"] == pytest.approx(seconds, abs=0.02)
     assert found["seconds"] == pytest.approx(1.3 * 0.01 * steps + seconds, abs=0.02)
