@@ -64,8 +64,7 @@ from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.runs.collect import collect
 from bayesopt_chain.runs.draws import Draws, refresh_batch_norm
 from bayesopt_chain.runs.files import load, save
-from bayesopt_chain.runs.log import log_to
-from bayesopt_chain.runs.sample import iterate, sample
+from bayesopt_chain.runs.sample import iterate, log_to, sample
 from bayesopt_chain.samplers.langevin import sghmc, sgld
 from bayesopt_chain.version import __version__
 

@@ -632,8 +632,6 @@ class Draws:
             >>> torch.allclose(mean, draws.predict(network, x))
             True
         """
-        if not len(self):
-            raise ValueError("module: there are no draws; run longer, or with a shorter burn-in")
         params, buffers = self.unchained()
         count = len(self) * (self.chains or 1)
         draws = [({k: x[i] for k, x in params.items()}, {k: x[i] for k, x in buffers.items()}) for i in range(count)]
