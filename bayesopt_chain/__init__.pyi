@@ -25,10 +25,9 @@ from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.links.master_weights import with_master_weights
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import scale_by_preconditioner
-from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
+from bayesopt_chain.links.wrapper import skip_nonfinite, with_master_weights
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, capture
 from bayesopt_chain.loop.loss import Info

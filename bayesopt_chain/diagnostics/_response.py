@@ -35,8 +35,7 @@ from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.state import State
 from bayesopt_chain.links.langevin_noise import LangevinNoise
-from bayesopt_chain.links.master_weights import MasterWeights
-from bayesopt_chain.links.wrapper import unwrapped
+from bayesopt_chain.links.wrapper import MasterWeights, unwrapped
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Noise, Nonlinear, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.random.stream import without_wrappers

@@ -28,9 +28,7 @@ from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import COMPARED, Ranks
 from bayesopt_chain.engine.engine import moved
-from bayesopt_chain.links.master_weights import MasterState
-from bayesopt_chain.links.skip_nonfinite import SkipState
-from bayesopt_chain.links.wrapper import Weighted, unwrapped, weight_of
+from bayesopt_chain.links.wrapper import MasterState, SkipState, Weighted, unwrapped, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
