@@ -41,7 +41,7 @@ class sampling_phase:
     """Temperature schedule of a cycle: 0 for ``burn_in`` updates, then ``temperature``.
 
     Args:
-        temperature: positive number.
+        temperature: number, 0-d tensor or schedule.
         cycle: updates in a cycle.
         burn_in: updates of exploration in each, fewer than ``cycle``.
 
@@ -54,7 +54,7 @@ class sampling_phase:
         [0.0, 0.0, 0.5, 0.0]
     """
 
-    temperature: float
+    temperature: ScalarOrSchedule
     cycle: int
     burn_in: int
 
@@ -65,7 +65,7 @@ class sampling_phase:
     def __call__(self, count) -> Tensor:
         t = schedules.tensor_of(count)
         hot = torch.remainder(t, self.cycle) >= self.burn_in
-        return hot.to(torch.float64) * self.temperature
+        return hot.to(torch.float64) * now(self.temperature, t)
 
 
 @checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM)
@@ -108,7 +108,8 @@ def cyclical(
         ValueError: cyclical: burn_in must be shorter than the cycle (100 updates), got 100; no update would sample
     """
     _check(cycle, burn_in)
-    schedule, phase = schedules.cosine_restarts(lr, cycle), _phase(temperature, cycle, burn_in)
+    schedule = schedules.cosine_restarts(lr, cycle)
+    phase = 0.0 if is_zero(temperature) else sampling_phase(temperature, cycle, burn_in)
     if not lr_inside:
         return sghmc(schedule, momentum, temperature=phase, order=2 if order is None else order, generator=generator)
     if order not in (None, 1):
@@ -131,26 +132,6 @@ class _Root:
 
     def __call__(self, count) -> Tensor:
         return torch.sqrt(self.schedule(count))
-
-
-def _phase(temperature: ScalarOrSchedule, cycle: int, burn_in: int):
-    checks.TEMPERATURE("temperature", temperature)
-    if is_zero(temperature):
-        return 0.0
-    if not isinstance(temperature, (int, float)):
-        return _Gated(sampling_phase(1.0, cycle, burn_in), temperature)
-    return sampling_phase(float(temperature), cycle, burn_in)
-
-
-@dataclass(frozen=True)
-class _Gated:
-    """A temperature that is a tensor or a schedule, switched off while exploring."""
-
-    phase: sampling_phase
-    temperature: ScalarOrSchedule
-
-    def __call__(self, count) -> Tensor:
-        return self.phase(count) * now(self.temperature, count)
 
 
 def _check(cycle: int, burn_in: int) -> None:
