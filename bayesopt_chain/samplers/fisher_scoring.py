@@ -64,30 +64,21 @@ class FisherScoring(Keyed):
         return FisherState(*self.start(leaves, context), zeros(leaves))
 
     def update(self, g: Leaves, state: FisherState, op: TensorOps, context: LinkContext) -> tuple[Leaves, FisherState]:
-        came = context.leaves(self.given(context))
-        temperature, inject, corrected = self.now(state)
-        xi = self.normals(state, g, context)
-        variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
-        steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
-        moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
-        count = op.next_count(state.step)
-        return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
-
-    def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
-        """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = checks.at_this_step("temperature", now(self.temperature, state.step))
-        corrected = 1.0 / (1.0 - self.decay ** (state.step + 1).to(torch.float64))
-        return temperature, root(2.0 * temperature / self.lr), corrected
-
-    def given(self, context: LinkContext) -> Any:
-        """What ``update`` was told of the gradients of single data."""
-        came = context.extra.get("gradient_variance")
-        if came is None:
+        given = context.extra.get("gradient_variance")
+        if given is None:
             raise ValueError(
                 "sgfs: update needs gradient_variance=, the variance of single-datum gradients; "
                 "pass make_step(..., keywords={'gradient_variance': fn})"
             )
-        return came
+        temperature: Any = checks.at_this_step("temperature", now(self.temperature, state.step))
+        inject = root(2.0 * temperature / self.lr)
+        corrected = 1.0 / (1.0 - self.decay ** (state.step + 1).to(torch.float64))  # the average starts at 0
+        xi = self.normals(state, g, context)
+        variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, context.leaves(given))]
+        steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
+        moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
+        count = op.next_count(state.step)
+        return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
 
     def __str__(self) -> str:
         return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)})"
