@@ -620,7 +620,7 @@ class Likelihood(ABC):
         if not self.has_noise_scale:
             raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
         self.require(outputs, targets)
-        found = (self.labels(targets) - outputs) * as_tensor(self.noise_variance, outputs.dtype, outputs.device).rsqrt()
+        found = (self.labels(targets) - outputs) * like(self.noise_variance, outputs).rsqrt()
         weights = self.weights(targets)
         return found if weights is None else found * weights.to(outputs.dtype).sqrt()
 
@@ -734,9 +734,7 @@ class Likelihood(ABC):
         if targets is None:
             return self.exact_root(outputs, None)
         self.require(outputs, targets)
-        root = self.exact_root(outputs, self.labels(targets))
-        scale = self._root_weights(outputs, targets)
-        return root if scale is None else root.scaled(scale)
+        return self._counted(self.exact_root(outputs, self.labels(targets)), outputs, targets)
 
     def factors(self, outputs: Tensor, targets: Any) -> Tensor:
         """Return all exact output factors at once.
@@ -825,13 +823,12 @@ class Likelihood(ABC):
             >>> likelihoods.bernoulli().sampled_factors(torch.zeros(4), torch.zeros(4), samples=1).abs()
             tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
         """
-        scale = self._root_weights(outputs, targets)
 
         def loss(f: Tensor) -> Tensor:
             return -self.log_prob(f, self.draw(outputs, generator)).sum()
 
         factors = torch.stack([slope(loss, outputs) for _ in range(samples)]) / samples**0.5
-        return factors if scale is None else factors * scale
+        return self._counted(Explicit(factors), outputs, targets).part(0, samples)
 
     @checks.takes()
     def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
@@ -1061,12 +1058,14 @@ class Likelihood(ABC):
         grouping = self.grouping(mean.shape[1:])
         return rule(grouping.split(mean), grouping.blocks(covariance))
 
-    def _root_weights(self, outputs: Tensor, targets: Any) -> Tensor | None:
-        """The square roots of the weights, like the outputs."""
+    def _counted(self, root: OutputRoot, outputs: Tensor, targets: Any) -> OutputRoot:
+        """A root of unweighted losses, its columns times the square roots of the targets' weights."""
         weights = self.weights(targets)
         if weights is None:
-            return None
-        return self.grouping(outputs.shape[1:]).over_outputs(weights.to(outputs.dtype).sqrt(), outputs.shape)
+            return root
+        return root.scaled(
+            self.grouping(outputs.shape[1:]).over_outputs(weights.to(outputs.dtype).sqrt(), outputs.shape)
+        )
 
     def _lacks(self, what: str, hook: str) -> ValueError:
         return ValueError(
@@ -1168,6 +1167,11 @@ class Grouping(NamedTuple):
             tensor([[5, 5, 6, 6]])
         """
         return self.join(values[..., None].expand(*values.shape, self.width), shape[1:])
+
+
+def like(value: Any, outputs: Tensor) -> Tensor:
+    """A number or tensor in the dtype of outputs, on their device."""
+    return as_tensor(value, outputs.dtype, outputs.device)
 
 
 def slope(total: Any, outputs: Tensor) -> Tensor:

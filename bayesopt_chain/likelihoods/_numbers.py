@@ -36,10 +36,9 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood
+from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood, like
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import FEW, gamma_like, incomplete_beta, log_gamma, normal_nodes
-from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -92,13 +91,13 @@ class Gaussian(Normal):
         return _each_of("gaussian: variance", self.variance_of_noise, event)
 
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs, self._variance(outputs).log()
+        return outputs, like(self.variance_of_noise, outputs).log()
 
     def variance(self, outputs: Tensor) -> Tensor:
-        return self._variance(outputs).expand_as(outputs)
+        return like(self.variance_of_noise, outputs).expand_as(outputs)
 
     def information(self, outputs: Tensor) -> Tensor:
-        return self._variance(outputs).reciprocal().expand_as(outputs)
+        return like(self.variance_of_noise, outputs).reciprocal().expand_as(outputs)
 
     @property
     def noise_variance(self) -> Any:
@@ -111,13 +110,10 @@ class Gaussian(Normal):
         noise = self.variance(outputs.mean)
         spread = outputs.variance.reshape(noise.shape)
         known = Gaussian(noise + spread)
-        return Predictive(known, outputs.mean[None], noise.new_zeros(1), None, noise, (outputs.mean, spread))
+        return Predictive(known, outputs.mean[None], noise.new_zeros(1), None, (outputs.mean, noise, spread))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return Gaussian(self.variance_of_noise * factor), outputs
-
-    def _variance(self, outputs: Tensor) -> Tensor:
-        return as_tensor(self.variance_of_noise, outputs.dtype, outputs.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +150,9 @@ class LearnedGaussian(Normal):
         s = torch.diag_embed(s) if s.ndim == m.ndim else s
         r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], points)
         r, gain = r[..., 0], s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
-        within, of_means = (m[..., 1] + s[..., 1, 1] / 2).exp(), (m[..., 0], s[..., 0, 0])
+        moments = m[..., 0], (m[..., 1] + s[..., 1, 1] / 2).exp(), s[..., 0, 0]
         nodes = _normals(m[..., 0] + gain * (r - m[..., 1]), s[..., 0, 0] - gain * s[..., 0, 1], r)
-        return Predictive(Normal(), nodes, log_weights, None, within, of_means, points)
+        return Predictive(Normal(), nodes, log_weights, None, moments, points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,26 +167,26 @@ class StudentT(Likelihood):
         return _each_of("student_t: scale", self.scale, event)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        s, df = self._scale(outputs), self.df
+        s, df = like(self.scale, outputs), self.df
         constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(math.pi * df)
         return constant - s.log() - (df + 1) / 2 * ((targets - outputs) / s).square().div(df).log1p()
 
     def information(self, outputs: Tensor) -> Tensor:
-        return ((self.df + 1) / (self.df + 3) / self._scale(outputs).square()).expand_as(outputs)
+        return ((self.df + 1) / (self.df + 3) / like(self.scale, outputs).square()).expand_as(outputs)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs  # the centre, where the mean does not exist
 
     def variance(self, outputs: Tensor) -> Tensor:
         factor = self.df / (self.df - 2) if self.df > 2 else math.inf
-        return (factor * self._scale(outputs).square()).expand_as(outputs)
+        return (factor * like(self.scale, outputs).square()).expand_as(outputs)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         precision = gamma_like(outputs, self.df / 2, generator) / (self.df / 2)
-        return outputs + self._scale(outputs) * torch.randn_like(outputs, generator=generator) / precision.sqrt()
+        return outputs + like(self.scale, outputs) * torch.randn_like(outputs, generator=generator) / precision.sqrt()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
+        t = ((values - outputs) / like(self.scale, outputs)).to(torch.float64)
         half, df = torch.tensor([0.5, self.df], dtype=torch.float64, device=outputs.device)
         tail = incomplete_beta(df / 2, half, df / (df + t.square()), t.square() / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
@@ -199,15 +195,12 @@ class StudentT(Likelihood):
         if self.df < 1:  # log W spreads over hundreds
             return self.mixed(outputs, points)
         u, log_weights = (x.to(outputs.mean) for x in log_gamma(self.df / 2, points))
-        log_noise = 2 * self._scale(outputs.mean).log() - u.reshape(-1, *[1] * outputs.mean.ndim)
+        log_noise = 2 * like(self.scale, outputs.mean).log() - u.reshape(-1, *[1] * outputs.mean.ndim)
         nodes = _normals(outputs.mean, outputs.variance.reshape(outputs.mean.shape), log_noise)
         return Predictive(Normal(), nodes, log_weights, points=points)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return StudentT(self.df, self.scale * factor**0.5), outputs
-
-    def _scale(self, outputs: Tensor) -> Tensor:
-        return as_tensor(self.scale, outputs.dtype, outputs.device)
 
 
 class LogRates(Likelihood):
@@ -230,7 +223,7 @@ class LogRates(Likelihood):
         variance = outputs.variance.reshape(outputs.mean.shape)
         mu = (outputs.mean + variance / 2).exp()
         within = mu + self.excess * mu * (mu * variance.exp())
-        return replace(super().mixed(outputs, points), within=within, of_means=(mu, mu.square() * variance.expm1()))
+        return replace(super().mixed(outputs, points), moments=(mu, within, mu.square() * variance.expm1()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,8 +162,8 @@ class Predictive:
         mean_entropy: where draws of classes were added up (``likelihood.pooled``), the mean of their entropies,
             ``[N, *positions]`` in nats. Outputs are then ``[1, N, *event]``, the logarithms of the mixture's probabilities, and
             draws of targets are independent.
-        within, of_means: of nodes that stand for a Gaussian ``E Var[y | f]``, and mean and variance of ``E[y | f]``, shaped
-            like the mean, each where it is known in closed form.
+        moments: of nodes that stand for a Gaussian, ``E y``, ``E Var[y | f]`` and ``Var E[y | f]``, shaped like the mean, where
+            they are known in closed form.
         points: of the one rule that such nodes are, whose answers must be those of every other point (``_quadrature.py``);
             else 0.
 
@@ -190,8 +190,7 @@ class Predictive:
     outputs: Any
     log_weights: Any = None
     mean_entropy: Tensor | None = None
-    within: Tensor | None = None
-    of_means: tuple[Tensor, Tensor] | None = None
+    moments: tuple[Tensor, Tensor, Tensor] | None = None
     points: int = 0
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class Predictive:
     @at_nodes
     def mean(self) -> Tensor:
         """``E y``, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
-        return self._average(self.likelihood.mean(self.outputs)) if self.of_means is None else self.of_means[0]
+        return self._average(self.likelihood.mean(self.outputs)) if self.moments is None else self.moments[0]
 
     @property
     @at_nodes
@@ -464,8 +463,7 @@ class Predictive:
         if points > FEW:  # rounding in single precision would look as if points were too few for ever
             mean, covariance = mean.double(), covariance.double()
         mixed: Callable[[Outputs, int], Predictive] = getattr(self.likelihood, rule)
-        one = mixed(Outputs(mean[:1], covariance[:1]), points)
-        at_once = max(1, NUMBERS_AT_ONCE // max(1, one.outputs.numel()))
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, 2 * points * mean[:1].numel()))  # 2 PAIRS points for several outputs
         cuts = [x.split(at_once) if isinstance(x, Tensor) else repeat(x) for x in given]
         for m, c, *cut in zip(mean.split(at_once), covariance.split(at_once), *cuts):
             yield mixed(Outputs(m, c), points), tuple(cut)
@@ -486,14 +484,14 @@ class Predictive:
     @at_nodes
     def _noise(self) -> Tensor:
         """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
-        return self._average(self.likelihood.variance(self.outputs)) if self.within is None else self.within
+        return self._average(self.likelihood.variance(self.outputs)) if self.moments is None else self.moments[1]
 
     @property
     @at_nodes
     def _spread(self) -> Tensor:
         """``Var E[y | f]``, shaped like the mean: the part of the variance that more data could remove."""
-        if self.of_means is not None:
-            return self.of_means[1]
+        if self.moments is not None:
+            return self.moments[2]
         means = self.likelihood.mean(self.outputs)
         return self._average((means - self._average(means)).square())
 

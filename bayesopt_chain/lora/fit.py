@@ -167,7 +167,7 @@ def bayesian_lora(
     """
     problem = _problem(model, data, answers, batch_size, seed, prior)
     count = members if method in ("ensemble", "sghmc") else 1
-    steps = EPOCHS * count * -(-problem.size // problem.batch_size) if steps is None else steps
+    steps = EPOCHS * count * -(-problem.data.size // problem.batch_size) if steps is None else steps
     if prior is not None and prior_precision != "held out":
         raise ValueError(
             "bayesian_lora: pass one of prior and prior_precision: a Gaussian prior has precisions of its own"
@@ -182,9 +182,9 @@ def bayesian_lora(
             f"bayesian_lora: mesh shares out members, and method={method!r} has one Gaussian: leave mesh out"
         )
     decides = prior_precision == "held out" and prior is None
-    if decides and problem.size < 2 * HELD_OUT:
+    if decides and problem.data.size < 2 * HELD_OUT:
         raise ValueError(
-            f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
+            f"bayesian_lora: {problem.data.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
     given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
     given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
@@ -263,10 +263,6 @@ class _Problem:
     batch_size: int
     seed: int
     prior: Gaussian | None
-
-    @property
-    def size(self) -> int:
-        return self.data.size
 
     @cached_property
     def tokens(self) -> int:
@@ -360,13 +356,13 @@ class _Problem:
     def train(self, k: int, steps: int, lr: float, precisions: Prior, rows: Tensor) -> Iterator[Tensor]:
         """Train the member that was started by Adam on these rows, in the model; returns the batches that come next."""
         batches = self.batches(rows, k)
-        self.run(optim.Adam(self.groups(precisions), lr, temperature=0.0), batches, steps, self.tokens / self.size)
+        self.run(optim.Adam(self.groups(precisions), lr, temperature=0.0), batches, steps, self.tokens / self.data.size)
         return batches
 
     def held_out_losses(self, steps: int) -> dict[str, float]:
         """By candidate prior: the loss of held-out sequences, nats a token, of an adapter trained without them."""
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed), device="cpu")
-        held, rest = order[: self.size // HELD_OUT], order[self.size // HELD_OUT :]
+        order = torch.randperm(self.data.size, generator=torch.Generator().manual_seed(self.seed), device="cpu")
+        held, rest = order[: self.data.size // HELD_OUT], order[self.data.size // HELD_OUT :]
         if not bool((self.data.targets[held] != LEFT_OUT).any()):
             raise ValueError(
                 f"bayesian_lora: of the {len(held)} sequences that decide on the prior no label counts: leave sequences "
@@ -383,7 +379,7 @@ class _Problem:
 
     def member(self, method: str, k: int, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Tensor]:
         """The draws of one member: its trained adapter, or what its chain leaves."""
-        every = torch.arange(self.size, device="cpu")
+        every = torch.arange(self.data.size, device="cpu")
         with self.started(k):
             if method == "ensemble":
                 self.train(k, steps, lr, precisions, every)
@@ -393,18 +389,18 @@ class _Problem:
             chain = optim.SGHMC(self.groups(precisions), lr, temperature=1 / self.tokens, generator=generator)
             apart, found = max(1, steps // 2 // count), []
             keep = lambda step: found.append(self.params()) if step % apart == 0 else None  # noqa: E731
-            self.run(chain, batches, apart * count, self.tokens / self.size, cycle=False, then=keep)
+            self.run(chain, batches, apart * count, self.tokens / self.data.size, cycle=False, then=keep)
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
     def gaussian(self, method: str, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Any]:
         """Draws of one Gaussian: of IVON, or of the Laplace ``posterior`` around a trained adapter."""
-        every, generator = torch.arange(self.size, device="cpu"), torch.Generator().manual_seed(self.seed)
+        every, generator = torch.arange(self.data.size, device="cpu"), torch.Generator().manual_seed(self.seed)
         with self.started(0):
             if method == "ivon":
                 settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}
                 groups = self.groups(precisions)
                 ivon = optim.IVON(groups, lr, temperature=1 / self.tokens, generator=generator, **settings)
-                self.run(ivon, self.batches(every, 0), steps, self.tokens / self.size)
+                self.run(ivon, self.batches(every, 0), steps, self.tokens / self.data.size)
                 found = []
                 for k in range(count):
                     with ivon.sampled(draw=k):
@@ -416,7 +412,7 @@ class _Problem:
 
     def laplace(self, precisions: Prior) -> Gaussian:
         """The Laplace posterior, of Kronecker factors, around the model's parameters."""
-        mean, every = self.params(), torch.arange(self.size, device="cpu")
+        mean, every = self.params(), torch.arange(self.data.size, device="cpu")
         with in_mode(self.model, training=False):
             fitted = fit_laplace(
                 self.model,
