@@ -228,7 +228,15 @@ def bernoulli() -> Likelihood:
 AXIS = checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
 
 
-@checks.takes(weight=checks.VECTOR.or_none(), ignore_index=checks.INDEX, axis=AXIS)
+@checks.takes(
+    weight=checks.Kind(
+        lambda x: checks.VECTOR.fits(x) and bool((torch.as_tensor(x, device="cpu") >= 0).all()),
+        "a list of numbers that are not negative, one a class",
+        (list, tuple, Tensor),
+    ).or_none(),
+    ignore_index=checks.INDEX,
+    axis=AXIS,
+)
 def categorical(
     *,
     weight: Sequence[float] | Tensor | None = None,
@@ -263,12 +271,20 @@ def categorical(
         tensor([16.])
     """
     of_class = None if weight is None else torch.as_tensor(weight, device=getattr(weight, "device", "cpu")) * 1.0
-    if of_class is not None and not bool((of_class >= 0).all()):
-        raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
     return Categorical(of_class, ignore_index, axis)
 
 
-@checks.takes(thresholds=checks.VECTOR)
+@checks.takes(
+    thresholds=checks.Kind(
+        lambda x: (
+            checks.VECTOR.fits(x)
+            and len(x) > 0
+            and all(a < b for a, b in pairwise([-math.inf, *map(float, x), math.inf]))
+        ),
+        "a list of numbers, at least one, finite and rising",
+        (list, tuple, Tensor),
+    )
+)
 def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
     """One of C classes in order, from one output: the cumulative logit model, ``P(y <= k) = sigmoid(c_k - f)``.
 
@@ -292,7 +308,4 @@ def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
         >>> likelihoods.ordinal([-1.0, 1.0]).mean(torch.zeros(1))
         tensor([[0.2689, 0.4621, 0.2689]])
     """
-    cuts = tuple(float(c) for c in thresholds)
-    if not cuts or any(not a < b for a, b in pairwise(cuts)) or not all(map(math.isfinite, cuts)):
-        raise ValueError(f"ordinal: thresholds={list(cuts)}: pass at least one finite number, rising")
-    return Ordinal(cuts)
+    return Ordinal(tuple(float(c) for c in thresholds))
