@@ -286,7 +286,7 @@ def normal_scores(x: Tensor) -> Tensor:
 
 
 def autocorrelation_time(x: Tensor) -> Tensor:
-    """Integrated autocorrelation time of ``[draws, chains, elements]`` in draws, by Geyer's positive, decreasing pairs.
+    """Integrated autocorrelation time of ``[draws, chains, elements]`` in draws.
 
     Autocovariances are pooled over chains, each about its own mean; what taking out that mean costs, ``1 / n``, is put back.
     """
@@ -295,9 +295,15 @@ def autocorrelation_time(x: Tensor) -> Tensor:
     covariance = torch.fft.irfft(spectrum.abs() ** 2, dim=0)[:n].sum(1)
     correlation = covariance / covariance[:1].clamp(min=1e-300)
     correlation = correlation + torch.arange(n, device=x.device)[:, None] / n / n
+    return geyer(correlation).clamp(1 / CAUTION, n)
+
+
+def geyer(correlation: Tensor) -> Tensor:
+    """Integrated autocorrelation time from correlations ``[lags, ...]``, by Geyer's positive, decreasing pairs."""
+    n = len(correlation)
     pairs = correlation[0 : n - 1 : 2][: n // 2] + correlation[1:n:2][: n // 2]
     pairs = torch.cummin(pairs, 0).values
-    return (2 * (pairs * (pairs > 0).cumprod(0)).sum(0) - 1).clamp(1 / CAUTION, n)
+    return 2 * (pairs * (pairs > 0).cumprod(0)).sum(0) - 1
 
 
 def effective(x: Tensor) -> float:

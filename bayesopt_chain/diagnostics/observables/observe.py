@@ -66,6 +66,7 @@ from bayesopt_chain.runs import files
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
+from bayesopt_chain.trees import paths
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
 LOOK = 10  # products of the Hessian in a look at the curvature on the way
@@ -119,8 +120,13 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, and the number of the last step."""
-        own = {"step": self.step, "curvature": self.curvature, "spent": self.spent}
-        return {**own, "of": self.of, "record": self.record.state_dict()}
+        return {
+            "step": self.step,
+            "curvature": self.curvature,
+            "spent": self.spent,
+            "of": self.of,
+            "record": self.record.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`.
@@ -302,7 +308,7 @@ class Observed:
         loss is ``a - A f_t``; ``A`` is that of least squares over block means of the loss, and ``A mean(f)`` is missing, or its
         error if that is larger. It counts as far as the virial is short of the number of free entries, in full from a tenth.
         """
-        x = self.record.blocks("loss")  # [B, C]
+        x = self.record.blocks("loss")[..., 0]  # [B, C]
         if len(x) < 4 or math.isinf(self.relaxation):
             return 0.0
         length = self.record.count * self.thinning / len(x)
@@ -333,13 +339,12 @@ class Observed:
                 "take a smaller thinning",
             ]
         each = zip(self.leaves.items(), leaves.value.tolist(), leaves.error.tolist())
-        steps = self.relaxation
         m = SimpleNamespace(
             limit=self.limit, lower=0.1 * self.lr / max(self.limit, 1e-30), virial=virial, free=self.free, ratio=ratio,
             error=error, stiff=self.stiff, top=top, top_error=top_error, top_errors=2 * top_error,
             flat=next(((name, x, count) for (name, count), x, e in each if x < 0.9 * count - 4 * e), None),
-            longer="it has no spring" if math.isinf(steps) else f"a flat direction relaxes in {_round(steps)} steps: run "
-            f"{_round(3 * steps)} or more, or take a stronger spring",
+            longer="it has no spring" if math.isinf(self.relaxation) else "a flat direction relaxes in "
+            f"{_round(self.relaxation)} steps: run {_round(3 * self.relaxation)} or more, or take a stronger spring",
             drift=self.record.drift("loss"), agree=bool(self.mean("loss").agree),
         )  # fmt: skip
         return [*ended, *(found.says for found in judged(FINDINGS, m, set()))]
@@ -579,7 +584,7 @@ def observe(
         complete=made[-1][1].complete,
         why=made[-1][1].why,
         record=record,
-        leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
+        leaves={name: x.numel() for name, x in zip(paths(target.centre), target.leaves)},
         stiff=len(stiff),
     )
 

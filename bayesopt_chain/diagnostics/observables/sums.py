@@ -9,14 +9,19 @@ run, a shift that keeps the sums accurate. Draws are summed over ``B`` successiv
 16 and 32, and ``L`` doubles when there would be more.
 
     mean             sum_ct y_ct / N
-    its error        s^2 = (g_0 + 2 max(g_1, 0)) / (B C),  g_k the autocovariance of block means at a lag of k blocks
+    its error        s^2 = g_0 tau / (B C),  tau = 1 + 2 sum_k g_k / g_0,  g_k the autocovariance of block means at a lag of k
+                     blocks, by Geyer's positive, decreasing pairs
     covariance       sum_ct (y_ct - ybar) (x_ct - xbar)^T / (N - 1),  around the mean of all chains
     its error        the same s^2 of the block means of (y - ybar)(x - xbar)^T
-    between chains   s^2 = sum_c (ybar_c - ybar)^2 / (C (C - 1)); where it exceeds the one of blocks by more than chance (F
-    test, 1 %)
-                     the chains disagree, and it is the larger one that is reported
+    between chains   s^2 = sum_c (ybar_c - ybar)^2 / (C (C - 1)); where it exceeds the one of blocks about each chain's own
+                     mean by more than chance (F test, 1 %), the chains disagree, and it is reported
 
-Chains are independent: they share neither noise nor batches. (Flegal and Jones, 2010, on batch means.)
+``g_k`` is taken about the mean of all chains, whose variance ``g_0 tau / (B C)`` it lacks and is given back. By simulation of
+1,000 pairs of chains of 200 draws, 6 % of means lie beyond two errors where successive draws have the autocorrelation 0.8 or
+0.9, and 12 % at 0.95, where a chain has five independent draws (of Gaussian errors 4.6 % would). Of chains with ten independent
+draws or more that agree, 1 to 4 in 100 are said to disagree.
+
+Chains are independent: they share neither noise nor batches. (Flegal and Jones, 2010, on batch means; Geyer, 1992.)
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+
+from bayesopt_chain.diagnostics.convergence import geyer
 
 SHORTEST = 8  # draws of a block
 BLOCKS = 16  # at least, and fewer than twice as many, once there are so many
@@ -58,8 +65,10 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         if self.value.numel() > 1:
-            known = f"median error {float(self.error.nanmedian()):.2g}"
-            return f"{list(self.value.shape)} values of rms {float(self.value.square().mean().sqrt()):.4g}, {known}"
+            return (
+                f"{list(self.value.shape)} values of rms {float(self.value.square().mean().sqrt()):.4g}, median error "
+                f"{float(self.error.nanmedian()):.2g}"
+            )
         return f"{float(self.value):.4g} +- {2 * float(self.error):.2g}"
 
     def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
@@ -139,7 +148,7 @@ class Record:
         """The mean of an observable, in its shape."""
         self._require(name, list(self.shapes), "the mean is known")
         by_chain = torch.stack(self.sums[name]).sum(0) / self.count  # [C, m]
-        error, agree = _error(self._blocks(name), by_chain)
+        error, agree = _error(self.blocks(name), by_chain)
         shape = self.shapes[name]
         return Estimate(by_chain.mean(0).reshape(shape) + self.shift[name], error.reshape(shape), agree.reshape(shape))
 
@@ -155,17 +164,13 @@ class Record:
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
 
-    def _blocks(self, name: str) -> Tensor:
-        """Means over blocks, minus the shift, ``[B, C, m]``; empty where there are too few draws."""
-        return torch.stack(self.sums[name])[:-1] / self.length
-
     def blocks(self, name: str) -> Tensor:
-        """Means of a number over blocks of successive draws of each chain, minus the shift, ``[B, C]``."""
-        return self._blocks(name)[..., 0]
+        """Means over blocks of successive draws, minus the shift, ``[B, C, m]``; empty where there are too few draws."""
+        return torch.stack(self.sums[name])[:-1] / self.length
 
     def drift(self, name: str) -> float:
         """The last third of the draws of a number against the first, in standard errors of the difference."""
-        x = self.blocks(name).mean(1)
+        x = self.blocks(name)[..., 0].mean(1)
         k = len(x) // 3
         if k < 3:
             return math.nan
@@ -219,18 +224,27 @@ def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The error, and agreement, of the shape that is left.
     """
-    b, c = len(blocks), len(by_chain)
-    error = torch.full_like(by_chain[0], math.nan)
-    if b >= 4:
-        off = blocks - blocks.mean((0, 1))
-        g0 = off.square().sum((0, 1)) / (b * blocks.shape[1] - 1)
-        g1 = (off[1:] * off[:-1]).mean((0, 1)).clamp(min=0)
-        error = ((g0 + 2 * g1) / (b * blocks.shape[1])).sqrt()
+    c, k = len(by_chain), len(by_chain) - 1
+    error = within = torch.full_like(by_chain[0], math.nan)
+    if len(blocks) >= 4:
+        error, within = _error_of_mean(blocks, (0, 1)), _error_of_mean(blocks, (0,))
     agree = torch.ones_like(error, dtype=torch.bool)
-    if c > 1:
+    if k:
         between = (by_chain.var(0) / c).sqrt()
-        k = c - 1
         bound = (1 - 2 / (9 * k) + 2.326 * (2 / (9 * k)) ** 0.5) ** 3  # 99 % of chi2 / k (Wilson and Hilferty)
-        agree = ~(between.square() > bound * error.square())
+        agree = ~(between.square() > bound * within.square())
         error = torch.where(agree & ~error.isnan(), error, between)
     return error, agree
+
+
+def _error_of_mean(blocks: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The error of the mean of ``[B, C, ...]`` from autocovariances about means over these axes."""
+    mean = blocks.mean(axes, keepdim=True)
+    off, b, n = blocks - mean, len(blocks), blocks.shape[0] * blocks.shape[1]
+    seen = torch.stack([(off[k:] * off[: b - k]).sum((0, 1)) for k in range(b)]) / n
+    fades = torch.linspace(1, 1 / b, b, dtype=seen.dtype, device=seen.device).reshape(-1, *[1] * (seen.ndim - 1))
+    g, tau = seen, torch.ones_like(seen[0])
+    for _ in range(3):  # what the means take out depends on tau, which depends on it
+        g = seen + fades * seen[0] * tau * mean.numel() / blocks.numel()
+        tau = geyer(g / g[:1].clamp(min=1e-300)).clamp(2 / 3, b)
+    return (g[0] * tau / n).sqrt()

@@ -277,7 +277,6 @@ class Target:
 
     def __post_init__(self) -> None:
         self.leaves = optree.tree_leaves(self.centre)
-        self.names = paths(self.centre)
         self.free = sum(x.numel() for x in self.leaves)
         self.in_batches = isinstance(self.data, Epochs)
         self.limit = 2 * (1 + self.momentum)  # of lr times curvature
@@ -496,8 +495,7 @@ def chosen(
     Raises:
         ValueError: the given rate is beyond the limit at the centre; no rate is stable.
     """
-    batch = target.one_batch(chains)
-    centre = target.start(chains)
+    batch, centre = target.one_batch(chains), target.start(chains)
     top, spent = _curvature(target, chains, centre, batch), 40 * chains
     mu, temperature = MOMENTUM if momentum is None else momentum, target.temperature
     if lr is not None:
