@@ -54,7 +54,6 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -66,7 +65,6 @@ from torch import Tensor
 
 from bayesopt_chain import checks, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
-from bayesopt_chain.core.link import Link
 from bayesopt_chain.diagnostics._response import (
     Polynomials,
     clipped,
@@ -229,12 +227,9 @@ class HeatGuard:
         is_plain = tracing.is_plain()
         if is_plain and self.sleeps():
             return
-        chain = self._chain
-        if chain is None or not is_plain:
-            chain = self._chain = _Chain.met(tx, params, state, grads)
-        elif chain.is_scheduled:
-            chain = self._chain = chain._replace(rules=_rules(tx, params, state))
-        self.look(partial(chain.leaves, params, grads))
+        if self._chain is None or self._chain.is_scheduled or not is_plain:
+            self._chain = _Chain(tx, params, state, grads)
+        self.look(partial(self._chain.leaves, params, grads))
 
     # of every loop
 
@@ -275,7 +270,7 @@ class HeatGuard:
         w = self._window
         here = {x.key: x for x in leaves(w.wanted if w else ()) if x.key not in self._absent}
         if w is None and here:
-            w = self._window = Window.opened([*here.values()])
+            w = self._window = Window([*here.values()])
         missing = w.leaves.keys() - here.keys() if w else set[int]()
         if w is None or missing:
             return self._skip(w, missing)
@@ -379,22 +374,23 @@ def _is_clipped(norms: Tensor, dtype: torch.dtype) -> bool:
 Rule = tuple[float, float, float, float, float | Tensor]
 
 
-class _Chain(NamedTuple):
+class _Chain:
     """What a window needs to know of a chain; found once, since a step of small leaves takes less time than that.
+
+    Args:
+        tx: the chain.
+        params, state, grads: of a step.
 
     Attributes:
         rules: of each leaf, :func:`_rules`.
         clips: links that change gradients before anything else does.
         is_scheduled: whether the rules are those of one step alone.
+
+    Raises:
+        TypeError, ValueError: its gradients cannot be looked at.
     """
 
-    rules: list[Rule | None]
-    clips: Sequence[Link]
-    is_scheduled: bool
-
-    @classmethod
-    def met(cls, tx: Any, params: Any, state: Any, grads: Any) -> _Chain:
-        """That of ``tx`` in this step; ``TypeError`` or ``ValueError`` where its gradients cannot be looked at."""
+    def __init__(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
         tensors: list[Any] = optree.tree_leaves(grads)
         if not all([isinstance(x, Tensor) for x in tensors]):
             raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {checks.short(grads)}")
@@ -403,8 +399,8 @@ class _Chain(NamedTuple):
                 "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
                 "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
             )
-        is_scheduled = any(callable(x) for link in links_of(tx) for x in getattr(link, "__dict__", {}).values())
-        return cls(_rules(tx, params, state), clips_of(tx), is_scheduled)
+        self.rules, self.clips = _rules(tx, params, state), clips_of(tx)
+        self.is_scheduled = any(callable(x) for link in links_of(tx) for x in getattr(link, "__dict__", {}).values())
 
     def leaves(self, params: Any, grads: Any, keys: Collection[int]) -> list[Leaf]:
         """The leaves with these numbers, or all, as far as they have noise and a dense gradient."""
@@ -707,46 +703,41 @@ def loudest(seen: Sequence[Leaf]) -> list[Stretch]:
     return [found[k] for k in sorted(order[:STRETCHES])]
 
 
-@dataclass
 class Window:
     """The consecutive steps that are read together, as far as they have been seen.
+
+    Args:
+        seen: the parameters of the first step.
 
     Attributes:
         keys: of all parameters.
         leaves: by their keys the parameters that are read, as they were in the first step, whose rates and preconditioners are
             the units of all; without their tensors.
-        stretches: what is read of these parameters.
+        stretches: what is read of these parameters, their loudest parts.
         gradients: their gradients, times ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own noise has variance 1.
         positions: the parameters, over ``2 T s``.
         norms: of the gradients of all parameters, in the first steps.
         rates: of each step, rate and temperature of the first of the leaves.
     """
 
-    keys: Collection[int]
-    leaves: dict[int, Leaf]
-    stretches: list[Stretch]
-    gradients: Sketch
-    positions: Sketch
-    norms: list[Tensor]
-    rates: list[tuple[float, float]]
-
-    @classmethod
-    def opened(cls, seen: Sequence[Leaf]) -> Window:
-        """One that is empty yet, of the loudest parts of these leaves."""
-        stretches, by_key = loudest(seen), {x.key: x for x in seen}
+    def __init__(self, seen: Sequence[Leaf]) -> None:
+        by_key = {x.key: x for x in seen}
+        self.keys, self.stretches = frozenset(by_key), loudest(seen)
         scales, sizes = list[Tensor](), list[Tensor]()
-        for part in stretches:
+        for part in self.stretches:
             x = by_key[part.key]
-            unit = math.sqrt(x.rate / (2.0 * x.temperature))
             if isinstance(x.root, Tensor):
-                scales.append(unit * part.of(x.root).reshape(-1).double())
+                root = part.of(x.root).reshape(-1).double()
             else:
-                of_all = torch.tensor(unit * x.root, dtype=torch.float64, device=x.gradient.device)
-                scales.append(of_all.expand(part.end - part.begin))
+                root = torch.tensor(x.root, dtype=torch.float64, device=x.gradient.device).expand(part.end - part.begin)
+            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * root)
             sizes.append(0.5 / (x.temperature * scales[-1].abs()))
+        self.gradients, self.positions = Sketch(scales), Sketch(sizes)
         nothing = torch.zeros(0, device="cpu")
-        leaves = {part.key: by_key[part.key]._replace(gradient=nothing, param=nothing, root=1.0) for part in stretches}
-        return cls(frozenset(by_key), leaves, stretches, Sketch(scales), Sketch(sizes), [], [])
+        self.leaves = {
+            part.key: by_key[part.key]._replace(gradient=nothing, param=nothing, root=1.0) for part in self.stretches
+        }
+        self.norms, self.rates = list[Tensor](), list[tuple[float, float]]()
 
     @property
     def wanted(self) -> Collection[int]:
