@@ -527,8 +527,7 @@ def observe(
                     f"observe: at_once={at_once}: vmap refuses loss or an observable ({why}); pass at_once=1"
                 )
             width = 1
-        about_rate = (width, max(40, burn_in // 4), steps - burn_in, lr, momentum)
-        settings = _settings(path, target, about_rate)
+        settings = _settings(path, target, (width, max(40, burn_in // 4), steps - burn_in, lr, momentum))
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
         program: Any = None
         target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
@@ -548,8 +547,9 @@ def observe(
             tx, start = target.chain(lr), target.start(width)
             step = replace(make_step(measured.stacked, tx, inplace=True, observe=watch.seen), loss=loss)
             if capture:
-                about_step = replace(step, observe=None), start, tx.init(start), target.one_batch(width)
-                program = program or record_step(*about_step, signatures=2)
+                program = program or record_step(
+                    replace(step, observe=None), start, tx.init(start), target.one_batch(width), signatures=2
+                )
                 step = Interleaved(**{**vars(step), "watch": watch, "program": program})
             folder = None if path is None else Path(path) / f"chains-{number * width}"
             drawn = sample(
@@ -563,8 +563,7 @@ def observe(
     whole = [w for w, _ in made if w.record.count == made[0][0].record.count]
     curvature = max([settings["curvature"], *[w.curvature + strength for w, _ in made]])
     record, none = merged([w.record for w in whole]), torch.zeros(1, dtype=torch.float64, device=device)
-    is_noisy = target.in_batches and record.count > 0
-    noise = record.mean("noise") if is_noisy else Estimate(none, none, none == 0)
+    noise = record.mean("noise") if target.in_batches and record.count else Estimate(none, none, none == 0)
     return Observed(
         temperature=temperature,
         strength=strength,

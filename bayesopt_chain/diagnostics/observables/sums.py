@@ -38,6 +38,7 @@ from bayesopt_chain.diagnostics.convergence import geyer
 
 SHORTEST = 8  # draws of a block
 BLOCKS = 16  # at least, and fewer than twice as many, once there are so many
+AT_ONCE = 2**12  # entries of a covariance whose errors are computed together
 SMALL = 16  # entries of an observable up to which all of its draws are kept
 HELD, LEAST = (
     2**25,
@@ -227,7 +228,12 @@ def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
     c, k = len(by_chain), len(by_chain) - 1
     error = within = torch.full_like(by_chain[0], math.nan)
     if len(blocks) >= 4:
-        error, within = _error_of_mean(blocks, (0, 1)), _error_of_mean(blocks, (0,))
+        about = ((0, 1), (0,))[: blocks.shape[1]]  # of one chain both means are one
+        found = [
+            torch.cat([_error_of_mean(x, axes) for x in blocks.flatten(2).split(AT_ONCE, 2)]).reshape(error.shape)
+            for axes in about
+        ]
+        error, within = found[0], found[-1]
     agree = torch.ones_like(error, dtype=torch.bool)
     if k:
         between = (by_chain.var(0) / c).sqrt()
@@ -238,11 +244,11 @@ def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _error_of_mean(blocks: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The error of the mean of ``[B, C, ...]`` from autocovariances about means over these axes."""
+    """The error of the mean of ``[B, C, m]`` from autocovariances about means over these axes, ``[m]``."""
     mean = blocks.mean(axes, keepdim=True)
     off, b, n = blocks - mean, len(blocks), blocks.shape[0] * blocks.shape[1]
     seen = torch.stack([(off[k:] * off[: b - k]).sum((0, 1)) for k in range(b)]) / n
-    fades = torch.linspace(1, 1 / b, b, dtype=seen.dtype, device=seen.device).reshape(-1, *[1] * (seen.ndim - 1))
+    fades = torch.linspace(1, 1 / b, b, dtype=seen.dtype, device=seen.device)[:, None]
     g, tau = seen, torch.ones_like(seen[0])
     for _ in range(3):  # what the means take out depends on tau, which depends on it
         g = seen + fades * seen[0] * tau * mean.numel() / blocks.numel()

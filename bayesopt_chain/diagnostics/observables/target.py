@@ -393,7 +393,6 @@ class Measured:
         self.stacked, self.reference = target.stacked(chains), reference
         self.apart = target.course(chains, number, apart=True) if target.in_batches else None
         self.centre = flatten(target.centre, target.centre)
-        self.sizes = [x.numel() for x in target.leaves]
 
     def observables(self, params: Any) -> dict[str, Tensor]:
         """The observables of each chain, ``[C, m]``."""
@@ -427,7 +426,7 @@ class Measured:
         if self.stiff is not None:  # (P delta) . force needs the inner products of both with each direction
             along = (delta @ self.stiff.mT) * (force @ self.stiff.mT)
             out["virial of stiff"] = along.sum(1, keepdim=True) / target.temperature
-        pull = force.mul_(delta).split(self.sizes, 1)
+        pull = force.mul_(delta).split([x.numel() for x in target.leaves], 1)
         out["virial by leaf"] = torch.stack([x.sum(1) for x in pull], 1) / target.temperature
         out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
         return out
