@@ -57,8 +57,7 @@ from bayesopt_chain.optimizers import (
 from bayesopt_chain.posterior import ekf, vi
 from bayesopt_chain.posterior._influence import influence
 from bayesopt_chain.posterior.fit import fit_laplace
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.laplace import laplace
+from bayesopt_chain.posterior.gaussian import Gaussian, laplace
 from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.runs.collect import collect
 from bayesopt_chain.runs.draws import Draws, refresh_batch_norm

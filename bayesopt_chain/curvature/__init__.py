@@ -5,7 +5,7 @@ To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and 
 """
 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
-from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
+from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian, subset
 from bayesopt_chain.curvature._products import (
     CGInfo,
     cg,
@@ -16,7 +16,6 @@ from bayesopt_chain.curvature._products import (
     linear_operator,
     per_sample,
 )
-from bayesopt_chain.curvature._subset import subset
 
 __all__ = [
     "STRUCTURES",

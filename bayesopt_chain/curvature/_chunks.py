@@ -15,7 +15,7 @@ Which parameters have taps is settled on the first chunk, before any of it is ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -175,12 +175,8 @@ class Linearised(NamedTuple):
         return pairs
 
 
-class Pulled(NamedTuple):
-    """Some columns ``[K, b, *event]`` pulled back: to every tapped output, and to rows of every leaf without a tap."""
-
-    columns: Tensor
-    taps: list[Tensor]
-    rows: list[Tensor]
+# some columns ``[K, b, *event]`` pulled back: to every tapped output, and to rows of every leaf without a tap
+Pulled = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -339,27 +335,26 @@ class BatchPullback:
         taps = _pulled_taps(linear, some)
         plan = _without_wrong_taps(some, taps, linear, plan, check)
         self.demand.accepts(plan)
-        if not plan.generic:
-            return plan, Pulled(some, taps, [])
-        while (rows := self._rows(linear, some, plan)) is None or not _are_right(rows, some, plan, check):
-            if plan.rows == len(ROWS) - 1:  # a plain backward pass: nothing simpler is left
-                assert rows is not None
-                break
-            plan = plan._replace(rows=plan.rows + 1)
-        return plan, Pulled(some, taps, rows)
-
-    def _rows(self, linear: Linearised, some: Tensor, plan: TapPlan) -> list[Tensor] | None:
-        """Return the rows of the leaves without taps in the way of a plan; None if it does not work."""
-        return ROWS[plan.rows](self.forward, self.params, linear, some, plan.generic)
+        rows, way = self._rows(linear, some, plan, check)
+        return plan._replace(rows=way), (taps, rows)
 
     def _pull(self, linear: Linearised, some: Tensor, plan: TapPlan) -> Pulled:
         """Pull columns back by a plan that is settled."""
-        taps = _pulled_taps(linear, some)
-        rows = self._rows(linear, some, plan) if plan.generic else []
-        while rows is None:  # data of another kind than those of the plan
-            plan = plan._replace(rows=plan.rows + 1)
-            rows = self._rows(linear, some, plan)
-        return Pulled(some, taps, rows)
+        return _pulled_taps(linear, some), self._rows(linear, some, plan)[0]
+
+    def _rows(
+        self, linear: Linearised, some: Tensor, plan: TapPlan, check: Check | None = None
+    ) -> tuple[list[Tensor], int]:
+        """Return the rows of the leaves without taps, and which of :data:`ROWS` gave them: the first from the plan's on that
+        works, and is right where there is a check."""
+        rows: list[Tensor] | None = None if plan.generic else []
+        way = plan.rows
+        while rows is None:
+            rows = ROWS[way](self.forward, self.params, linear, some, plan.generic)
+            # of a plain backward pass, the last one, nothing simpler is left
+            if rows is None or (check and way + 1 < len(ROWS) and not _are_right(rows, some, plan, check)):
+                rows, way = None, way + 1
+        return rows, way
 
     def _last_layer(self, linear: Linearised, root: OutputRoot, plan: TapPlan) -> list[Gradient]:
         """Return the leaves whose layer's output is the model's, with what the structure makes of all columns in the place of
@@ -539,12 +534,9 @@ def _by_autograd(outputs: Tensor, inputs: list[Tensor], columns: Tensor, togethe
         except UNSUPPORTED:
             pass
     rows = [torch.autograd.grad(outputs, inputs, s, retain_graph=True, allow_unused=True) for s in columns]
-    return [None if leaves[0] is None else _stacked(leaves) for leaves in zip(*rows)]
-
-
-def _stacked(leaves: Sequence[Tensor]) -> Tensor:
-    """Stack tensors on a new first axis, without a copy where there is only one."""
-    return leaves[0][None] if len(leaves) == 1 else torch.stack(list(leaves))
+    if len(rows) == 1:
+        return [None if g is None else g[None] for g in rows[0]]
+    return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
 
 def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -569,6 +561,8 @@ def _gradients(
     ``kept`` holds each leaf's inputs from one group of columns to the next; None where they are formed anew for each.
     """
 
+    taps, rows = pulled
+
     def inputs(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Tensor:
         if kept is not None and leaf in kept:
             return kept[leaf]
@@ -579,18 +573,18 @@ def _gradients(
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
         first, b = pairs[0][0], linear.size
-        kind, shape = first.kind, pulled.taps[first.tap].shape
+        kind, shape = first.kind, taps[first.tap].shape
         is_plain = len(pairs) == 1 and first.features_last and len(shape) == 3 and shape[1] == b  # one position
         return Gradient(
             leaf,
             kind,
             lambda: inputs(leaf, pairs),
-            lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled.taps[use.tap], b)) for use, x in pairs]),
+            lambda: joined_outputs(kind, [_widened(use.canonical.g(x, taps[use.tap], b)) for use, x in pairs]),
             first.tap if is_plain else None,
         )
 
     tapped = [gradient(leaf, pairs) for leaf, pairs in linear.by_leaf(plan).items() if leaf not in done]
-    generic = [_generic_gradient(leaf, row) for leaf, row in zip(plan.generic, pulled.rows)]
+    generic = [_generic_gradient(leaf, row) for leaf, row in zip(plan.generic, rows)]
     return sorted([*tapped, *generic], key=lambda gradient: gradient.leaf)
 
 

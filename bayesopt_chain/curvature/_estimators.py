@@ -10,11 +10,19 @@ data gives the increment of the whole. J_b is the Jacobian of one datum's output
 
 Gauss-Newton and Fisher: Schraudolph (2002), Martens (2020). Kronecker factors: Martens and Grosse (2015). Products with the
 Hessian: Pearlmutter (1994).
+
+A model can be restricted to some of its parameters, so that the rest costs nothing: the last layer, or a LoRA adapter,
+
+    forward(theta_kept) = forward(theta_kept, theta_frozen),   theta_frozen constant.
+
+Uncertainty in the last layer alone: Snoek et al. (2015); in any part of a network: Daxberger et al. (2021).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import optree
@@ -40,7 +48,7 @@ from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._likelihood import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
-from bayesopt_chain.trees import Tree, as_tensor, common_dtype, flatten, size, widened
+from bayesopt_chain.trees import Tree, as_tensor, common_dtype, flatten, paths, size, widened
 
 Estimate = Callable[[Tree, Any], Precision]
 TargetsOf = str | Callable[[Any], Any]
@@ -368,3 +376,75 @@ def _columns(products: Any, params: Tree, chunk_bytes: int | None, diagonal: boo
         rows = products(units)
         pieces.append(rows[:, start:stop].diagonal() if diagonal else rows)
     return torch.cat(pieces)
+
+
+def subset(
+    forward: Callable[[Tree, Any], Tensor], params: Tree, keep: Sequence[str] | str | Callable[[str], bool] | Tree
+) -> tuple[Callable[[dict[str, Tensor], Any], Tensor], dict[str, Tensor]]:
+    """Keep some parameters and freeze the others at their values.
+
+    Args:
+        forward: ``forward(params, batch) -> outputs``.
+        params: the whole tree.
+        keep: a name or names (``"head"`` keeps ``head`` and everything under it; ``*`` matches anything), a function
+            from a name to whether it is kept, or a tree of booleans that is a prefix of params. A leaf's name is its
+            path joined by dots.
+
+    Returns:
+        ``(forward, kept)``: a forward function of the kept parameters, and the kept parameters, ``{name: leaf}``. In layers
+        before the first kept parameter nothing is differentiated, and no activation is stored.
+
+    Raises:
+        ValueError: when a name matches nothing, nothing is kept, or the mask is no prefix of params.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> params = {"body": torch.ones(2, 2), "head": {"w": torch.ones(2, 1)}}
+        >>> forward, kept = curvature.subset(lambda p, batch: batch[0] @ p["body"] @ p["head"]["w"], params, "head")
+        >>> list(kept), forward(kept, (torch.ones(1, 2), None))
+        (['head.w'], tensor([[4.]]))
+    """
+    leaves, structure = optree.tree_flatten(params)
+    names = paths(params)
+    chosen = _chosen(keep, names, params)
+    if not any(chosen):
+        raise ValueError(f"keep={keep!r} keeps none of the parameters {', '.join(names)}")
+    kept = {name: leaf for name, leaf, is_kept in zip(names, leaves, chosen) if is_kept}
+    frozen = optree.tree_unflatten(structure, [leaf.detach() for leaf in leaves])
+    return partial(_with_kept, forward, frozen, names), kept
+
+
+def _with_kept(
+    forward: Callable[[Tree, Any], Tensor], frozen: Tree, names: list[str], some: dict[str, Tensor], batch: Any
+) -> Tensor:
+    """The outputs for some of the parameters, by their names, the others at their frozen values."""
+    leaves, structure = optree.tree_flatten(frozen)
+    chosen = [some.get(name, leaf) for name, leaf in zip(names, leaves)]
+    return forward(optree.tree_unflatten(structure, chosen), batch)
+
+
+def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
+    if isinstance(keep, str):
+        keep = [keep]
+    if callable(keep):
+        return [bool(keep(name)) for name in names]
+    if isinstance(keep, (list, tuple)) and keep and all(isinstance(pattern, str) for pattern in keep):
+        for pattern in keep:
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(f"keep={pattern!r} matches none of the parameters {', '.join(names)}")
+        return [any(_matches(name, pattern) for pattern in keep) for name in names]
+    mask: Tree = keep
+    try:
+        bits: list[Any] = optree.broadcast_prefix(mask, params)
+    except ValueError:
+        bits = [None]
+    if not all(isinstance(bit, bool) for bit in bits):
+        raise ValueError(
+            f"keep={checks.short(keep)} is no prefix of params: pass names, a function of a name, or a tree of booleans"
+        )
+    return bits
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")

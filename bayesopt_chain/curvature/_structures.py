@@ -168,7 +168,9 @@ class DenseSum(Structure):
             added = _of_one_layer(chunk.gradients)
             self.matrix = added if self.matrix is None else self.matrix + added
             return
-        rows = torch.cat([row.reshape(row.shape[0], -1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
+        rows = torch.cat(
+            [row.reshape(row.shape[0], row.shape[1:].numel()) for row in _rows(chunk, self.leaves)], dim=1
+        ).to(self.dtype)
         self.matrix = plus_gram(self.matrix, rows)
 
     def finish(self, count: Tensor) -> Dense:
@@ -215,7 +217,7 @@ class TappedSum(Structure):
     def __init__(self, params: Tree, widest: float = math.inf, **asked: Any):
         """``widest`` is the largest size of a factor that is a matrix."""
         matrices = [leaf for leaf in optree.tree_leaves(params) if leaf.ndim > 1]
-        sizes = [n for leaf in matrices for n in (leaf.shape[0], leaf.numel() // leaf.shape[0])]
+        sizes = [n for leaf in matrices for n in (leaf.shape[0], leaf.shape[1:].numel())]
         held = sum(n * n if n <= widest else n for n in sizes)
         # the work is matrix products over whole chunks, which are slow where chunks are small
         super().__init__(params, formed=0, held=held, few_data=128, **asked)
@@ -364,7 +366,7 @@ def _of_one_layer(gradients: list[Gradient]) -> Tensor:
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
     """Return the gradients of every leaf as rows, ``[K b, *leaf.shape]``."""
     rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
-    return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
+    return [rows[index].reshape(rows[index].shape[:2].numel(), *leaf.shape) for index, leaf in enumerate(leaves)]
 
 
 class Options(NamedTuple):

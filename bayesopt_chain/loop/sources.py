@@ -17,7 +17,7 @@ further wraps a source of the lines above it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,6 @@ from bayesopt_chain.loop.loss import (
     Loss,
     LossGradient,
 )
-from bayesopt_chain.posterior.vi import _families as drawing
 
 # a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
 Keyword = Callable[[Any, Any], Any]
@@ -177,7 +176,7 @@ class AtDraws:
         """Draw, evaluate the source at each point, and collect the gradients, keywords and reports."""
         i = self.index
         with torch.no_grad():
-            draw, points = drawing.drawn(self.tx, i, state, params)
+            draw, points = drawn(self.tx, i, state, params)
         found: list[Evaluation] = []
         for point in points:  # one after the other, since each evaluation gets the buffers of the one before
             found.append(self.source(point, state, batch, carried))
@@ -186,11 +185,11 @@ class AtDraws:
             where, extra = state.layout.where[i], {"draw": draw}
             for name in found[0].extra:
                 values = [each.extra[name] for each in found]
-                extra[name] = _mean_precision(values) if name == "curvature" else drawing.gathered(values, where)
+                extra[name] = _mean_precision(values) if name == "curvature" else gathered(values, where)
             mean = torch.stack([each.info.loss for each in found]).mean()
             aux = found[0].info.aux if len(found) == 1 else _stacked([each.info.aux for each in found])
             report = self.tx.links[i].report(state[i], draw, mean)
-            grads = drawing.gathered([each.grads for each in found], where)
+            grads = gathered([each.grads for each in found], where)
             return Evaluation(grads, Info(mean, aux, **report), extra, carried)
 
 
@@ -396,3 +395,33 @@ def _mean_precision(precisions: list[Any]) -> Any:
 def _stacked(trees: list[Any]) -> Any:
     """Stack the tensors of trees on a new axis 0; other leaves are those of the first tree."""
     return optree.tree_map(lambda *xs: torch.stack(xs) if torch.is_tensor(xs[0]) else xs[0], *trees)
+
+
+def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Any, list]:
+    """The draw that link ``i`` of a chain asks for, and the trees of parameters to take gradients at.
+
+    Leaves that a mask keeps from the link stay at the parameters in each of these trees.
+    """
+    link = tx.links[i]
+    at, mine = tx.at(state, i, params)
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    draw = link.draw(state[i], mine, at.paths)
+    points = []
+    for s in range(link.traits.samples):
+        point = list(leaves)
+        for j, leaf in zip(at.scope.index, draw.params):
+            point[j] = leaf if link.traits.samples == 1 else leaf[s]
+        points.append(optree.tree_unflatten(spec, point))
+    return draw, points
+
+
+def gathered(trees: list, where: Sequence[int]) -> Any:
+    """Gradients at the trees of :func:`drawn`: stacked at the leaves ``where`` they were drawn, averaged elsewhere."""
+    if len(trees) == 1:
+        return trees[0]
+    leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in trees]
+    out = [
+        None if xs[0] is None else torch.stack(xs) if j in where else torch.stack(xs).mean(0)
+        for j, xs in enumerate(zip(*leaves))
+    ]
+    return optree.tree_unflatten(optree.tree_structure(trees[0], none_is_leaf=True), out)

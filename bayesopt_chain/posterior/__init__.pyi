@@ -4,14 +4,19 @@ from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optima
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized
 from bayesopt_chain.posterior.evidence import tune_by_evidence
-from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace, outputs_by_target
+from bayesopt_chain.posterior.fit import (
+    EvidenceTraining,
+    FittedLaplace,
+    fit_laplace,
+    outputs_by_target,
+    train_by_evidence,
+)
 from bayesopt_chain.posterior.scores import (
     classification_metrics,
     conformal_level,
     detection_auroc,
     temperature_scaling,
 )
-from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidence
 
 __all__ = [
     "Acquired",

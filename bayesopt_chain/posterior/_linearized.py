@@ -103,7 +103,7 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
         ):  # without a batching rule, one that looks at numbers or differentiates
             each = [plain_rows(forward, params, part(batch, n, n + 1)) for n in range(batch_size(batch))]
             rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
-    return optree.tree_map(lambda x, p: x.reshape(-1, *p.shape), rows, params)
+    return optree.tree_map(lambda x, p: x.reshape(x.shape[: x.ndim - p.ndim].numel(), *p.shape), rows, params)
 
 
 def plain_rows(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any) -> Tree:

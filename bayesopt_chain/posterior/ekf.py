@@ -198,28 +198,24 @@ def _observation(
         tree: rows, or tensors like the leaves, as a tree like the parameters.
         chosen, linearisation: as :func:`observe` has them.
     """
-    is_gaussian = chosen.has_noise_scale
     nll = chosen.nll(f, targets).sum()
     known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
     if linearisation == "empirical":
         rows = pull(_separate(chosen.gradient(f, targets)[None]))
         return Observation(tree(rows), -f.new_ones(len(f)), tree([-row.sum(0) for row in rows]), *known)
-    if is_gaussian:
-        inverse_deviation = chosen.root(f, targets).diagonal().sqrt().reshape(-1)
-        innovation = chosen.whitened(f, targets).reshape(-1)
-        rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
-        return Observation(tree(rows), innovation, None, *known)
-    slope, root = chosen.gradient(f, targets), chosen.root(f, targets)
-    if isinstance(root, Elementwise):
+    root = chosen.root(f, targets)
+    if chosen.has_noise_scale:
+        scale, innovation = root.diagonal().sqrt().reshape(-1), chosen.whitened(f, targets).reshape(-1)
+    elif isinstance(root, Elementwise):
         scale = root.values.reshape(-1).clamp_min(SMALLEST)
-        innovation = -slope.reshape(-1) / scale
-        rows = pull(torch.diag(scale).reshape(-1, *f.shape))
-        force = combine(innovation, rows)
+        innovation = -chosen.gradient(f, targets).reshape(-1) / scale
     else:
-        columns = torch.cat([_separate(root.part(0, root.columns)), -slope[None]])
-        innovation, pulled = None, pull(columns)
-        rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
-    return Observation(tree(rows), innovation, tree(force), *known)
+        columns = [_separate(root.part(0, root.columns)), -chosen.gradient(f, targets)[None]]
+        pulled = pull(torch.cat(columns))
+        return Observation(tree([x[:-1] for x in pulled]), None, tree([x[-1] for x in pulled]), *known)
+    rows = pull(torch.diag(scale).reshape(-1, *f.shape))
+    force = None if chosen.has_noise_scale else tree(combine(innovation, rows))
+    return Observation(tree(rows), innovation, force, *known)
 
 
 def _separate(factors: Tensor) -> Tensor:
@@ -543,15 +539,16 @@ def _triangle(stacked: Tensor) -> Tensor:
 
 def solve_with_rows(
     diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor], dtype: torch.dtype = torch.float64
-) -> tuple[list[Tensor], Tensor]:
-    """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and the growth of the determinant.
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and growth and q as :func:`gain` has them for the
+    innovations ``r D^-1 f``.
 
     By default in float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
     """
     d, r, f = ([x.to(dtype) for x in leaves] for leaves in (diagonal, rows, force))
     alone = [x / y for x, y in zip(f, d)]
-    moves, growth, _ = gain(d, r, project(r, alone))
-    return [(x - move).to(like.dtype) for x, move, like in zip(alone, moves, force)], growth
+    moves, growth, misfit = gain(d, r, project(r, alone))
+    return [(x - move).to(like.dtype) for x, move, like in zip(alone, moves, force)], growth, misfit
 
 
 def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -630,8 +627,7 @@ class LowRankFilter(Filter):
             dtype = (
                 common_dtype(rows) if self.rank else torch.float64
             )  # a diagonal has nothing of the past's directions
-            moves, growth = solve_with_rows(before, rows, batch.force, dtype)
-            misfit = torch.zeros_like(growth)
+            moves, growth, misfit = solve_with_rows(before, rows, batch.force, dtype)
         else:
             moves, growth, misfit = gain(before, rows, e)
         misfit = misfit if batch.force is None else -inner(batch.force, moves, moves)

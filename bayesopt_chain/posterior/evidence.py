@@ -134,11 +134,15 @@ Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def _is_start(x: Any) -> bool:
     leaves = optree.tree_leaves(x)
-    return bool(leaves) and all(checks.NUMBER.fits(y) or checks.PARAMS.fits(y) for y in leaves)
+    return bool(leaves) and all(
+        checks.POSITIVE.fits(y) or (checks.REALS.fits(y) and bool((y.isfinite() & (y > 0)).all())) for y in leaves
+    )
 
 
 START = checks.Kind(
-    _is_start, "a tree of positive numbers, or of real tensors", (dict, list, tuple, float, int, Tensor)
+    _is_start,
+    "a tree of numbers or real tensors, all positive and finite, for hyperparameters are searched for in log space",
+    (dict, list, tuple, float, int, Tensor),
 )
 
 
@@ -170,11 +174,6 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
         for value in given
     ]
-    if any(not bool((value.isfinite() & (value > 0)).all()) for value in values):
-        raise ValueError(
-            f"start has values that are not positive and finite (it is {[value.tolist() for value in values]}): "
-            "hyperparameters are searched for in log space"
-        )
 
     def tree(x: Tensor) -> Tree:
         pieces = x.split([value.numel() for value in values])

@@ -18,12 +18,24 @@ Their states are NamedTuples of tensors, with one tensor for each parameter that
 The states in which a posterior accumulates (Laplace, SWAG, the filters) are values: ``update`` makes a new one and never
 writes into the one it was given: ``inplace`` concerns the buffers of the gradients alone. A state that the user kept stays what
 it was. The states of variational inference are an optimizer's, and ``inplace=True`` overwrites them.
+
+**Laplace's approximation**: the curvature summed over the data makes a Gaussian posterior around the trained parameters,
+
+    Lambda = sum of the increments + prior,    theta ~ N(params, Lambda^-1).
+
+The transformation passes its updates through and adds up ``curvature=<increment>`` (see :mod:`bayesopt_chain.curvature`).
+The increments are sums over data in nats, so that any split of the data into batches gives the same posterior, except in the
+low-rank structure (see :func:`laplace`); each datum is to be counted once, at the final parameters: run one pass over the
+data after training.
+
+Another temperature than Bayes' 1 / N divides the whole precision by T N: ``exp(-loss / T)`` for the mean loss per datum.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import optree
@@ -33,13 +45,13 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, like, local, whole
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link
-from bayesopt_chain.core.op import Leaves
+from bayesopt_chain.core.link import Link, LinkContext, Traits
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.gaussian_prior import Prior
 from bayesopt_chain.matching.response import Linear, Nonlinear
-from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury
+from bayesopt_chain.precision import Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import Tree, copied, paths, require_like, size, spread
@@ -80,13 +92,8 @@ def names_in(state: Any, entry: Any) -> list[str]:
 
 def require_these(shapes: list | int, params: Any, who: str) -> None:
     """Refuse parameters of other shapes, or of another total size, than a state was made for."""
-    leaves = optree.tree_leaves(params)
-    mine: Any = [tuple(p.shape) for p in leaves]
-    wanted: Any = shapes
-    if isinstance(shapes, int):
-        mine = sum(p.numel() for p in leaves)
-    else:
-        wanted = [tuple(s) for s in shapes]
+    wanted: Any = shapes if isinstance(shapes, int) else [tuple(s) for s in shapes]
+    mine: Any = size(params) if isinstance(shapes, int) else [tuple(p.shape) for p in optree.tree_leaves(params)]
     if mine != wanted:
         raise ValueError(
             f"{who}: the state is over parameters of {wanted}, params has {mine}: pass the tree that init was given "
@@ -313,16 +320,16 @@ def posterior_of(
     if (prior is None) == (prior_precision is None):
         raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
     entries = data.entries()
-    shapes = data.like if isinstance(data, Eigenbasis) else entries
     require_finite(entries, "laplace: the accumulated curvature")
-    require_like(params, shapes, "params")
+    require_like(params, data.like if isinstance(data, Eigenbasis) else entries, "params")
     checks.number("(0, inf)", tensor=True)("laplace: likelihood_scale", likelihood_scale)
     count = data.count
     if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
         data = data.scale(likelihood_scale)
     if prior is None:
-        numbers = spread(prior_precision, params, "prior_precision")
-        require_numbers(numbers, params, "laplace: prior_precision", zero=True)
+        require_numbers(
+            spread(prior_precision, params, "prior_precision"), params, "laplace: prior_precision", zero=True
+        )
         precision = data.add_diagonal(prior_precision)
     else:
         precision = with_prior(data, prior)
@@ -382,6 +389,218 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
     return total
 
 
+class LaplaceState(NamedTuple):
+    """What :func:`laplace` remembers.
+
+    Attributes:
+        precision: the sum of the increments so far; ``Zero`` before the first.
+    """
+
+    precision: Any
+
+
+def _require_fit_for_shards(increment: Any, context: LinkContext) -> None:
+    """Refuse an increment that couples elements, or lies otherwise than the parameters, where ranks hold parts of them."""
+    if not isinstance(increment, Diagonal):
+        raise ValueError(
+            f"laplace: the parameters are DTensors, of which each rank has a part, and curvature is of structure "
+            f"{type(increment).__name__}, which couples their elements: take a diagonal one "
+            "(bc.curvature.diagonal_by_backward), or the posterior of a part of the model whose leaves are whole"
+        )
+    context.leaves(increment.values)  # which refuses other layouts
+
+
+@dataclass(frozen=True)
+class Accumulate(Link):
+    """The link behind :func:`laplace`."""
+
+    # gradients pass through
+    traits = Traits(on_shards="tree", all_leaves=True, response=Linear(), extra_kwargs=frozenset({"curvature"}))
+    state = LaplaceState
+
+    def init(self, leaves: Leaves, context: LinkContext) -> LaplaceState:
+        checks.with_values("laplace", "params", leaves, context.paths)
+        device = leaves[0].device if leaves else None
+        return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
+
+    def update(
+        self, g: Leaves, state: LaplaceState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, LaplaceState]:
+        increment = context.extra.get("curvature")
+        if increment is None:
+            return g, state
+        if context.scope.shards is not None:
+            _require_fit_for_shards(increment, context)
+        if not isinstance(increment, Precision):
+            raise TypeError(
+                f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
+            )
+        return g, LaplaceState(state.precision.add(increment))
+
+    def __str__(self) -> str:
+        return "laplace()"
+
+
+class Laplace(PosteriorTransformation):
+    """What :func:`laplace` returns: a transformation whose state, alone or within a chain's, makes a posterior."""
+
+    @checks.takes(
+        params=checks.PARAMS, prior_precision=checks.ANY, prior=checks.POSTERIOR, likelihood_scale=checks.SCALAR
+    )
+    def posterior(
+        self,
+        state: Any,
+        params: Tree,
+        *,
+        prior_precision: Any = None,
+        prior: Gaussian | None = None,
+        temperature: float | None = None,
+        likelihood_scale: float | Tensor = 1.0,
+    ) -> Gaussian:
+        """The Gaussian posterior around ``params``.
+
+        Args:
+            state: this link's state, or that of a chain with this link in it.
+            params: the mean: the tree whose curvature was accumulated (a subset's, if it was a subset's).
+            prior_precision: of a zero-mean Gaussian prior, per parameter, not per datum: a number (0 for none), a 0-d tensor
+                or a tree that broadcasts to the params. Kronecker structures take one number for each parameter tensor.
+            prior: a Gaussian prior instead, such as the posterior of the last task: of the structure that the state has.
+                It counts as that many data more.
+            temperature: None, the default, means Bayes; a number is per datum, as everywhere: the covariance times
+                ``temperature * N``.
+            likelihood_scale: multiplies the data's part: ``1 / variance`` for increments of ``gaussian(variance=1.0)``.
+                Default 1.
+
+        Returns:
+            A :class:`Gaussian` whose precision is decomposed; differentiable in ``prior_precision`` and
+            ``likelihood_scale``.
+
+        Raises:
+            ValueError: no curvature has been accumulated; both priors or neither is given; numbers out of range; NaN in the
+                curvature or the params; a precision that is singular; a tree that is not the increments'. The last three
+                name the parameter.
+            TypeError: a prior of another structure than the state's.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> params, batch = torch.zeros(1, 1), (torch.full((4, 1), 2.0), torch.zeros(4, 1))
+            >>> estimate = bc.curvature.ggn(lambda params, batch: batch[0] @ params, bc.likelihoods.gaussian(), "dense")
+            >>> tx = bc.laplace()
+            >>> _, state = tx.update(torch.zeros(1, 1), tx.init(params), curvature=estimate(params, batch))
+            >>> posterior = tx.posterior(state, params, prior_precision=4.0)
+            >>> posterior.marginal_variance
+            tensor([[0.0500]])
+            >>> tx.posterior(state, params, prior=posterior).marginal_variance  # the same data once more
+            tensor([[0.0278]])
+        """
+        data = self._state(state).precision
+        if isinstance(data, Zero):
+            raise ValueError(
+                "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
+                "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
+            )
+        return posterior_of(
+            data,
+            params,
+            prior_precision=prior_precision,
+            prior=prior,
+            temperature=temperature,
+            likelihood_scale=likelihood_scale,
+        )
+
+    @checks.takes(
+        params=checks.PARAMS,
+        log_likelihood=checks.SCALAR,
+        prior_precision=checks.ANY,
+        prior=checks.POSTERIOR,
+        prior_mean=checks.ANY,
+        likelihood_scale=checks.SCALAR,
+    )
+    def log_evidence(
+        self,
+        state: Any,
+        params: Tree,
+        log_likelihood: float | Tensor,
+        *,
+        prior_precision: Any = None,
+        prior: Gaussian | None = None,
+        prior_mean: Any = 0.0,
+        likelihood_scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Laplace's log marginal likelihood, in nats.
+
+        Args:
+            state: as for :meth:`posterior`.
+            params: as for :meth:`posterior`.
+            log_likelihood: summed, normalised log p(D | params): minus the sum of ``likelihood.nll`` over the data. With
+                ``likelihood_scale`` it has to be that of the scaled likelihood.
+            prior_precision: as for :meth:`posterior`; the prior has to be proper, hence positive.
+            prior: a Gaussian prior instead.
+            prior_mean: of the prior with ``prior_precision``: a number or a tree. Default 0.
+            likelihood_scale: as for :meth:`posterior`.
+
+        Returns:
+            0-d, differentiable in ``prior_precision``, ``likelihood_scale`` and what ``log_likelihood`` depends on.
+
+        Raises:
+            ValueError, TypeError: as :meth:`posterior`.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> tx, params = bc.laplace(), torch.zeros(2)
+            >>> one_datum = Diagonal(torch.tensor([3.0, 0.0]), torch.tensor(1.0))
+            >>> _, state = tx.update(params, tx.init(params), curvature=one_datum)
+            >>> tx.log_evidence(state, params, -1.0, prior_precision=1.0)  # -1 - log(4) / 2
+            tensor(-1.6931)
+        """
+        posterior = self.posterior(
+            state, params, prior_precision=prior_precision, prior=prior, likelihood_scale=likelihood_scale
+        )
+        if prior is None:
+            return posterior.log_evidence(log_likelihood + log_prior(params, prior_precision, prior_mean))
+        return posterior.log_evidence(log_likelihood + prior.log_prob(params))
+
+
+def laplace() -> Laplace:
+    """Accumulate curvature into a Gaussian posterior; updates pass through.
+
+    ``update(updates, state, *, params=None, inplace=True, curvature=None)`` adds an increment of
+    :mod:`bayesopt_chain.curvature` to the state; without one the state stays. All increments of a state have one structure
+    over one tree, which the first decides. In a chain the link may stand anywhere.
+
+    The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
+    default, concerns the gradients' buffers alone.
+
+    Carrying one state on from task to task is online Laplace: the last posterior is the next prior, also for Kronecker
+    factors, which add as sums over data (Ritter, Botev and Barber, 2018); ``posterior(prior=)`` does it from a stored
+    posterior.
+
+    The low-rank structure alone depends on how the data were split into batches: what exceeds its rank moves to the diagonal
+    batch by batch, and the marginal variances of many small batches come out somewhat smaller. Take a rank well above the
+    number of directions that the data determine, or another structure.
+
+    Returns:
+        A link with the methods ``posterior`` and ``log_evidence``.
+
+    Raises:
+        TypeError: at ``update``, an increment of another structure than the state's, or something else.
+        ValueError: at ``update``, an increment over another tree (names the leaf).
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.precision import Diagonal
+        >>> tx, params = bc.laplace(), {"w": torch.zeros(2)}
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     increment = Diagonal({"w": torch.ones(2)}, torch.tensor(10.0))
+        ...     updates, state = tx.update(params, state, curvature=increment)
+        >>> tx.posterior(state, params, prior_precision=1.0).marginal_variance
+        {'w': tensor([0.2500, 0.2500])}
+    """
+    return Laplace((Accumulate(),))
+
+
 def standard_normals(
     key: Tensor,
     count: Tensor,
@@ -404,11 +623,6 @@ def standard_normals(
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
 
-def spread_like(leaves: Sequence[Tensor], drawn: Sequence[Tensor], axes: int) -> list[Tensor]:
-    """Draws with ``axes`` further axes in front, as DTensors where the leaves are."""
-    return [like(x, z, axes) for x, z in zip(leaves, drawn)]
-
-
 def white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
     """Standard normals ``[*shape, *leaf.shape]`` for every leaf."""
     leaves, structure = optree.tree_flatten(mean)
@@ -419,4 +633,4 @@ def white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None)
     key = shards.agreed_key(new_key(generator, here[0].device), leaves)
     noise = standard_normals(key, torch.zeros_like(key), here, paths(mean), math.prod(shape), whole=leaves)
     drawn = [z.reshape(*shape, *x.shape) for z, x in zip(noise, here)]
-    return structure.unflatten(spread_like(leaves, drawn, len(shape)))
+    return structure.unflatten([like(x, z, len(shape)) for x, z in zip(leaves, drawn)])

@@ -41,7 +41,7 @@ from bayesopt_chain.posterior.last_layer import (
 )
 from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
+from bayesopt_chain.trees import Tree, common_dtype, paths, size, spread, wide
 
 DENSE = (
     2048  # parameters up to which a posterior is dense by default, where Kronecker factors leave out what can be had
@@ -65,10 +65,6 @@ class How(NamedTuple):
     prior_mean: Any = 0.0
     temperature: float | None = None
     read: Callable[[Any], Any] = as_pair  # a batch as a pair (inputs, targets)
-
-    @property
-    def keeps_last_layer(self) -> bool:
-        return isinstance(self.keep, str) and self.keep == "last_layer"
 
 
 @dataclass(frozen=True)
@@ -139,9 +135,8 @@ class Model:
     def prior_of_layer(self, prior_precision: Any) -> tuple[Tensor, Tensor | None]:
         """Prior precisions of a linear last layer's weights and biases, as tensors that broadcast with them."""
         layer: Any = self.forward
-        leaves, structure = optree.tree_flatten(self.params)
-        each = zip(spread(prior_precision, self.params, "prior_precision"), leaves)
-        of: Any = structure.unflatten([d.to(p) for d, p in each])
+        each = zip(spread(prior_precision, self.params, "prior_precision"), optree.tree_leaves(self.params))
+        of = dict(zip(paths(self.params), [d.to(p) for d, p in each]))
         return of[layer.weight], None if layer.bias is None else of[layer.bias]
 
     def seen_by_head(self, batch: Any) -> Any:
@@ -216,7 +211,7 @@ def make_model(source: Any, params: Tree | None, first: Any, how: How) -> Model:
         raise TypeError(f"fit_laplace: {type(source).__name__} is neither an nn.Module nor a function")
     if params is None:
         raise ValueError("fit_laplace: a forward function needs params=, the trained parameters")
-    if how.keeps_last_layer:
+    if how.keep == "last_layer":
         raise ValueError(
             "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
         )
@@ -258,7 +253,7 @@ def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> Model:
     require_eval(module)
     forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
-    if not how.keeps_last_layer:
+    if how.keep != "last_layer":
         return _of_function(forward, chosen, how, first)
     last = find_last_layer(forward, chosen, first)
     if isinstance(last.features, Features):
@@ -301,7 +296,7 @@ def _of_head(params: Any, last: LastLayer, how: How) -> Model:
 
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How, first: Any) -> Model:
-    if not (isinstance(how.keep, str) and how.keep == "all"):
+    if how.keep != "all":
         try:
             forward, params = subset(forward, params, how.keep)
         except ValueError as err:

@@ -58,14 +58,6 @@ class SwagState(NamedTuple):
     step: Tensor
 
 
-def empty(leaves: list[Tensor], rank: int) -> SwagState:
-    """The state before the first iterate."""
-    zeros = tuple(torch.zeros_like(p, dtype=wide(p.dtype)).detach() for p in leaves)
-    ring = tuple(p.new_zeros((rank, *p.shape)) for p in leaves)
-    none = torch.zeros((), dtype=torch.int64, device=device_of(leaves))
-    return SwagState(zeros, tuple(z.clone() for z in zeros), ring, none, none.clone())
-
-
 def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -> SwagState:
     """The state with one more iterate, where one is due.
 
@@ -113,7 +105,10 @@ class Collect(Link):
         checks.with_values("swag", "params", leaves, context.paths)
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        return empty(leaves, self.rank)
+        zeros = tuple(torch.zeros_like(p, dtype=wide(p.dtype)).detach() for p in leaves)
+        ring = tuple(p.new_zeros((self.rank, *p.shape)) for p in leaves)
+        none = torch.zeros((), dtype=torch.int64, device=device_of(leaves))
+        return SwagState(zeros, tuple(z.clone() for z in zeros), ring, none, none.clone())
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:
         iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(context.params, g)]

@@ -60,11 +60,9 @@ class Dense(NamedTuple("_Dense", [("matrix", Tensor), ("like", Tree), ("count", 
         return Dense(self.matrix * factor, self.like, self.count * factor)
 
     def add_diagonal(self, value: Any) -> Dense:
-        entries = [d.expand(leaf.shape).reshape(-1).to(self.matrix.dtype) for d, leaf in self._pairs(value)]
+        pairs = zip(spread(value, self.like, "the diagonal"), optree.tree_leaves(self.like))
+        entries = [d.expand(leaf.shape).reshape(-1).to(self.matrix.dtype) for d, leaf in pairs]
         return Dense(self.matrix + torch.diag(torch.cat(entries)), self.like, self.count)
-
-    def _pairs(self, value: Any) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(spread(value, self.like, "the diagonal"), optree.tree_leaves(self.like)))
 
     def factorised(self) -> Cholesky:
         factor, info = torch.linalg.cholesky_ex(self.matrix)

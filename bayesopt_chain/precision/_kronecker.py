@@ -24,27 +24,20 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import (
+    Diagonalised,
     LayerBases,
     Precision,
     like,
     require_same_structure,
 )
-from bayesopt_chain.precision._diagonal import Diagonalised
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
 
-
-class _Kronecker(NamedTuple):
-    left: Tree
-    right: Tree
-    diagonal: Tree
-    like: Tree
-    data: Tensor
-    weight: Tensor
-    seen: Tensor
+FACTORS: list[tuple[str, Any]] = [("left", Tree), ("right", Tree), ("diagonal", Tree), ("like", Tree)]
+AMOUNTS: list[tuple[str, Any]] = [("data", Tensor), ("weight", Tensor), ("seen", Tensor)]
 
 
-class Kronecker(_Kronecker, Precision):
+class Kronecker(NamedTuple("_Kronecker", FACTORS + AMOUNTS), Precision):
     """Kronecker factors being accumulated.
 
     Attributes:

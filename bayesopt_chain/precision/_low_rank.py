@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.precision._algebra import Precision, like, require_same_structure
-from bayesopt_chain.precision._diagonal import Diagonal
+from bayesopt_chain.precision._algebra import Diagonal, Precision, like, require_same_structure
 from bayesopt_chain.trees import (
     Tree,
     combine,

@@ -139,6 +139,11 @@ def sequence_first():
     return forward, {"w": torch.randn(3, 3)}, torch.randn(B, B, 3)
 
 
+def with_empty_leaves():
+    forward, params, inputs = bare()
+    return (lambda p, batch: forward(p["some"], batch)), {"none": torch.zeros(0, 3), "some": params}, inputs
+
+
 TAPPED = (
     conv,
     residual,
@@ -149,7 +154,7 @@ TAPPED = (
     grouped,
     flattened_positions,
 )
-UNTAPPED = (by_hand, bare, lookups_by_nothing, tied, autoencoder, unused, sequence_first)
+UNTAPPED = (by_hand, bare, lookups_by_nothing, tied, autoencoder, unused, sequence_first, with_empty_leaves)
 MODELS = {f.__name__: f for f in (*TAPPED, *UNTAPPED)}
 
 
@@ -386,6 +391,7 @@ def two_unknown_uses():
         (autoencoder, r"w: its weights are tied: it is used in two ways"),
         (lookups_by_nothing, r"a: it is used by einsum"),
         (unused, r"idle: forward does not use it"),
+        (with_empty_leaves, r"none: forward does not use it"),
         (sequence_first, "data on the first axis"),
         (two_unknown_uses, r"2 of 3 parameters \(a: it is used by einsum.*; d: it is used by exp.*'diagonal'"),
     ],

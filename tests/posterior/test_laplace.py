@@ -14,8 +14,7 @@ from sklearn.gaussian_process.kernels import DotProduct
 from bayesopt_chain import chain, curvature, likelihoods, make_step, sgd
 from bayesopt_chain.posterior.evidence import of_spectra, spectra, tune_by_evidence, tuned
 from bayesopt_chain.posterior.fit import at
-from bayesopt_chain.posterior.gaussian import log_prior
-from bayesopt_chain.posterior.laplace import laplace
+from bayesopt_chain.posterior.gaussian import laplace, log_prior
 from bayesopt_chain.posterior.model import How, Model, Pass
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, flatten
 
@@ -295,9 +294,9 @@ def test_many_hyperparameters_of_mixed_shapes_reach_their_optimum():
 @pytest.mark.parametrize(
     ("of", "start", "words"),
     [
-        (lambda h: h, 0.0, "not positive"),
+        (lambda h: h, 0.0, "all positive"),
         (lambda h: h / 0, 1.0, "not finite"),
-        (lambda h: -h, math.nan, r"not positive and finite.*nan"),
+        (lambda h: -h, math.nan, r"start must be .*positive and finite.*nan"),
         (lambda h: h * math.nan, 1.0, "log_evidence is NaN"),
         (lambda h: (h - 1).abs().sqrt() * 0 - 1, 1.0, "gradient of log_evidence is NaN"),
     ],

@@ -12,8 +12,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.posterior.fit import CANDIDATES
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.laplace import laplace
+from bayesopt_chain.posterior.gaussian import Gaussian, laplace
 from bayesopt_chain.precision import Diagonal
 from tests.curvature.conftest import convolutional, of_module
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior import train_by_evidence
-from bayesopt_chain.posterior.training import moved
+from bayesopt_chain.posterior.fit import moved
 from tests.nets import Net
 
 N = 60

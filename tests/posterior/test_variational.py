@@ -684,7 +684,7 @@ OPTIONS = [
     (ALL, {"n_samples": 3, "antithetic": True}, "come in pairs"),
     *((FAMILIES, {"init_scale": x}, "init_scale must be a positive") for x in (0.0, -1.0, NAN)),
     *((NATURAL, {"init_hessian": x}, "init_hessian must be a positive") for x in (0.0, -1.0, NAN)),
-    (ALL, {"weight_decay": -0.1}, "weight_decay must be finite"),
+    (ALL, {"weight_decay": -0.1}, "weight_decay must be a non-negative"),
     *((NATURAL, {"betas": x}, "betas must be two") for x in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,))),
     (NATURAL, {"trust_radius": 0.0}, r"trust_radius must be a number in \(0, inf\]"),
     (NATURAL, {"first": -0.1}, "lr must"),

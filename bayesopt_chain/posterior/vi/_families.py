@@ -56,7 +56,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -64,7 +65,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, local, whole
+from bayesopt_chain._torch import is_dtensor, like, local, whole
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import Link, LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -81,7 +82,6 @@ from bayesopt_chain.posterior.gaussian import (
     require_finite,
     require_numbers,
     require_these,
-    spread_like,
     standard_normals,
     times,
     warn_of_rounding,
@@ -144,16 +144,15 @@ class Drawing(Alone, Keyed, ABC):
     antithetic: bool = False
     weight_decay: float = 0.0
     prior: Gaussian | None = field(default=None, hash=False, compare=False)
+    keywords: ClassVar[frozenset[str]] = frozenset({"draw"})
+    on_shards: ClassVar[OnShards] = "refused"  # what the link can do with parameters of which every rank holds a part
 
     def __post_init__(self) -> None:
         who, decay = self.name, self.weight_decay
-        checks.TEMPERATURE("temperature", self.temperature)
         if self.antithetic and self.n_samples % 2:
             raise ValueError(
                 f"{who}: antithetic draws come in pairs; n_samples={self.n_samples} is odd, pass an even number"
             )
-        if not (math.isfinite(decay) and decay >= 0):
-            raise ValueError(f"{who}: weight_decay must be finite and not negative, got {decay!r}")
         if self.prior is None:
             return
         if decay:
@@ -165,11 +164,6 @@ class Drawing(Alone, Keyed, ABC):
         object.__setattr__(self, "prior", self.prior._replace(mean=copied(self.prior.mean)))
 
     @property
-    def on_shards(self) -> OnShards:
-        """What the link can do with parameters of which every rank holds a part."""
-        return "refused"
-
-    @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Traits(
             on_shards=self.on_shards,
@@ -179,15 +173,9 @@ class Drawing(Alone, Keyed, ABC):
             all_leaves=True,
             samples=self.n_samples,
             response=Refused("variational inference optimizes a distribution; give the noise to it as temperature="),
+            extra_kwargs=self.keywords,
+            required_kwargs=self.keywords - {"draw"} if self.is_deterministic else self.keywords,
         )
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"draw"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return self.extra_kwargs - {"draw"} if self.is_deterministic else self.extra_kwargs
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         if not self.is_deterministic:
@@ -218,9 +206,6 @@ class Drawing(Alone, Keyed, ABC):
             return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
         return self.start(leaves, context)
 
-    def sample(self, state: Any, params: Leaves, context: LinkContext) -> Draw:
-        return self.draw(state, params, context.paths)
-
     def draw(self, state: Any, leaves: Leaves, names: Sequence[str]) -> Draw:
         """A draw for parameters given as leaves, which the random stream knows by their names."""
         if self.is_deterministic:
@@ -231,14 +216,14 @@ class Drawing(Alone, Keyed, ABC):
         if not in_parts:
             require_these(self.shapes(state), list(leaves), str(self))
         here, mine = ([local(x) for x in leaves], shards.local_tree(state)) if in_parts else (leaves, state)
-        like, of = self.noise_like(here, names)
+        templates, of = self.noise_like(here, names)
         whole = leaves if in_parts else None
-        noise = standard_normals(mine.key, mine.step, like, of, self.n_samples, self.antithetic, whole)
+        noise = standard_normals(mine.key, mine.step, templates, of, self.n_samples, self.antithetic, whole)
         moves = self.displace(mine, noise, here)
         drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
         warn_of_rounding(f"a draw of {self}", names, here, moves)
         axes = int(self.n_samples > 1)
-        return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
+        return Draw([like(x, z, axes) for x, z in zip(leaves, drawn)], noise, state.key, state.step)
 
     def noise_like(self, leaves: Leaves, names: Sequence[str]) -> tuple[Leaves, Sequence[str]]:
         """Templates of one sample's standard normals, and their names in the random stream."""
@@ -287,36 +272,6 @@ def over_samples(x: Tensor) -> Tensor:
     return x[0] if len(x) == 1 else x.mean(0)
 
 
-def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
-    """The draw that link ``i`` of a chain asks for, and the trees of parameters to take gradients at.
-
-    Leaves that a mask keeps from the link stay at the parameters in each of these trees.
-    """
-    link = tx.links[i]
-    at, mine = tx.at(state, i, params)
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    draw = link.sample(state[i], mine, at)
-    points = []
-    for s in range(link.traits.samples):
-        point = list(leaves)
-        for j, leaf in zip(at.scope.index, draw.params):
-            point[j] = leaf if link.traits.samples == 1 else leaf[s]
-        points.append(optree.tree_unflatten(spec, point))
-    return draw, points
-
-
-def gathered(trees: list, where: Sequence[int]) -> Any:
-    """Gradients at the trees of :func:`drawn`: stacked at the leaves ``where`` they were drawn, averaged elsewhere."""
-    if len(trees) == 1:
-        return trees[0]
-    leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in trees]
-    out = [
-        None if xs[0] is None else torch.stack(xs) if j in where else torch.stack(xs).mean(0)
-        for j, xs in enumerate(zip(*leaves))
-    ]
-    return optree.tree_unflatten(optree.tree_structure(trees[0], none_is_leaf=True), out)
-
-
 class VariationalState(NamedTuple):
     """What the families remember.
 
@@ -347,37 +302,30 @@ class Variational(Drawing):
     stick_the_landing: bool = True
     scale_optimizer: Any = None
     state = VariationalState
-    elementwise = False  # whether phi has a tensor like each leaf, and every element is treated by itself
     instead = "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior="
 
     def __post_init__(self) -> None:
-        who = self.name
         for name, tx in (("optimizer", self.optimizer), ("scale_optimizer", self.scale_optimizer or self.optimizer)):
-            if not isinstance(tx, GradientTransformation):
-                raise TypeError(f"{who}: {name} is {tx!r}, not a gradient transformation")
             object.__setattr__(self, name, chain(tx))  # so that both take params= and unknown keywords as chains do
-        if isinstance(self.init_scale, (int, float)):
-            checks.POSITIVE(f"{who}: init_scale", self.init_scale)
         super().__post_init__()
 
     @property
-    def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
-        return "tree" if self.elementwise else "refused"
+    def is_elementwise(self) -> bool:
+        """Whether phi has a tensor like each leaf, and every element is treated by itself."""
+        return self.on_shards == "tree"
 
     def init(self, leaves: list, context: LinkContext) -> VariationalState:
         params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
 
         # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
-        def normals(n: int) -> tuple[Tensor, ...]:
-            return standard_normals(key, zero, leaves, context.paths, n)
-
+        normals = partial(standard_normals, key, zero, leaves, context.paths)
         if not self.is_deterministic:
             require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
         what = f"{self.name}: init_scale"
         scales = context.parts(spread(self.init_scale, params, what), what)
         require_numbers(scales, params, what)
         scale = self.first_scale(leaves, scales, normals)
-        scale = tuple(context.spread(scale)) if self.elementwise else scale
+        scale = tuple(context.spread(scale)) if self.is_elementwise else scale
         return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
     @abstractmethod
@@ -428,7 +376,7 @@ class Variational(Drawing):
         mine = state._replace(scale=tuple(map(local, state.scale)))
         by_mean, by_scale = self._gradients(g, draw.noise, mine, params)
         moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
-        if self.elementwise:
+        if self.is_elementwise:
             by_scale = tuple(context.spread(by_scale))
         steps, scale_optimizer = self.scale_optimizer.update(
             by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
@@ -552,7 +500,7 @@ def prior_force(prior: Gaussian, theta: list) -> list:
 @dataclass(frozen=True)
 class MeanField(Variational):
     name = "vi.mean_field"
-    elementwise = True
+    on_shards = "tree"  # the optimizers are given DTensors, so that they keep their own rules about them
 
     def first_scale(self, leaves, scales, normals):
         return tuple(_logs(leaf, scale) for leaf, scale in zip(leaves, scales))
@@ -779,10 +727,21 @@ class VariationalTransform(DrawingTransformation):
         return self._link.negative_elbo(self._state(state), loss, draw)
 
 
-TAKEN: dict[str, checks.Kind] = {"n_samples": checks.WHOLE, "prior": checks.POSTERIOR.or_none()}  # at any temperature
+# at any temperature
+TAKEN: dict[str, checks.Kind] = {
+    "temperature": checks.TEMPERATURE,
+    "n_samples": checks.WHOLE,
+    "weight_decay": checks.NOT_NEGATIVE,
+    "prior": checks.POSTERIOR.or_none(),
+}
+OPTIMIZED: dict[str, checks.Kind] = {
+    **TAKEN,
+    "optimizer": checks.instance(GradientTransformation, "a gradient transformation"),
+    "init_scale": checks.ARGUMENTS["init_scale"],
+}
 
 
-@checks.link_takes(**TAKEN)
+@checks.link_takes(**OPTIMIZED)
 def mean_field(
     optimizer: GradientTransformation,
     *,
@@ -854,7 +813,7 @@ def mean_field(
     return VariationalTransform((link,))
 
 
-@checks.link_takes(**TAKEN)
+@checks.link_takes(**OPTIMIZED)
 def dense(
     optimizer: GradientTransformation,
     *,
@@ -909,7 +868,9 @@ def dense(
     return VariationalTransform((link,))
 
 
-@checks.link_takes(rank=checks.number(f"[1, {checks.LARGEST}]", integer=True, hint="rank 0 is vi.mean_field"), **TAKEN)
+@checks.link_takes(
+    rank=checks.number(f"[1, {checks.LARGEST}]", integer=True, hint="rank 0 is vi.mean_field"), **OPTIMIZED
+)
 def low_rank(
     optimizer: GradientTransformation,
     *,

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import LinkContext, OnShards
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
@@ -66,6 +66,8 @@ from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import upcast, wide
+
+RADIUS = checks.number("(0, inf]")
 
 
 class NaturalState(NamedTuple):
@@ -98,21 +100,12 @@ class Natural(Drawing):
     default_radius = 10.0
 
     def __post_init__(self) -> None:
-        who, betas = self.name, tuple(self.betas)
-        object.__setattr__(self, "betas", betas)  # a list would not hash
-        checks.ARGUMENTS["lr"](f"{who}: lr", self.lr)
-        if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
-            raise ValueError(
-                f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
-            )
-        checks.POSITIVE(f"{who}: init_hessian", self.init_hessian)
-        if self.trust_radius is not None:
-            checks.number("(0, inf]")(f"{who}: trust_radius", self.trust_radius)
+        object.__setattr__(self, "betas", tuple(self.betas))  # a list would not hash
         super().__post_init__()
         if self.prior is not None and not isinstance(self.prior.precision, Diagonal):
             raise ValueError(
-                f"{who}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a diagonal "
-                "one: pass Gaussian(mean, Diagonal(...)), or use bc.vi.dense with prior="
+                f"{self.name}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a "
+                "diagonal one: pass Gaussian(mean, Diagonal(...)), or use bc.vi.dense with prior="
             )
 
     @property
@@ -222,15 +215,7 @@ class IVON(Natural):
     clip_radius: float = math.inf
     name = "vi.ivon"
     default_radius = 1.0
-
-    @property
-    def on_shards(self) -> OnShards:
-        return "elementwise"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_radius != math.inf:
-            checks.POSITIVE("vi.ivon: clip_radius", self.clip_radius)
+    on_shards = "elementwise"
 
     def first_hessian(self, params):
         return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(upcast(params)))
@@ -282,10 +267,7 @@ class IVON(Natural):
 @dataclass(frozen=True)
 class VON(Natural):
     name = "vi.von"
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"draw", "curvature"})
+    keywords = frozenset({"draw", "curvature"})
 
     def first_hessian(self, params):
         one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
@@ -342,7 +324,21 @@ class VON(Natural):
         return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
 
 
-@checks.link_takes(**TAKEN)
+# at any temperature
+NEWTON: dict[str, checks.Kind] = {
+    **TAKEN,
+    "lr": checks.ARGUMENTS["lr"],
+    "betas": checks.Kind(
+        lambda x: isinstance(x, (tuple, list)) and len(x) == 2 and 0 <= x[0] < 1 and 0 <= x[1] <= 1,
+        "two numbers, the first in [0, 1), the second in [0, 1]",
+        (tuple, list),
+    ),
+    "init_hessian": checks.POSITIVE,
+    "trust_radius": RADIUS.or_none(),
+}
+
+
+@checks.link_takes(clip_radius=RADIUS, **NEWTON)
 def ivon(
     lr: ScalarOrSchedule,
     *,
@@ -413,7 +409,7 @@ def ivon(
     return DrawingTransformation((link,))
 
 
-@checks.link_takes(**TAKEN)
+@checks.link_takes(**NEWTON)
 def von(
     lr: ScalarOrSchedule,
     *,
