@@ -228,8 +228,9 @@ def again(record: dict[str, Any], copy: Path, commit: str) -> None:
         file, _, number = row["where"].partition(":")
         before = subprocess.check_output(["git", "show", f"{row.get('commit', record['commit'])}:{file}"], cwd=ROOT)
         line = before.decode().splitlines()[int(number) - 1]
-        now = (copy / file).read_text().splitlines()
-        alike = [x for x in sites(copy / file, copy) if x.change == row["change"] and now[x.line - 1] == line]
+        now = (copy / file).read_text().splitlines() if (copy / file).exists() else []
+        there = sites(copy / file, copy) if now else ()  # in a file that is gone, too, there are none
+        alike = [x for x in there if x.change == row["change"] and now[x.line - 1] == line]
         if not alike:
             print(f"{row['where']}: {row['change']} is no longer there in {commit}", flush=True)
             if not row["noticed by"]:
