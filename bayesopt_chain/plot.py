@@ -13,36 +13,28 @@ the prediction's distribution function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 __all__ = ["bands", "coverage", "reliability"]
 
+_AX = checks.having("matplotlib axes (fig, ax = plt.subplots())", "fill_between", "set_xlabel").or_none()
 
-def axes_or_new(who: str, ax: Any) -> Axes:
+
+def axes_or_new(who: str, ax: Any) -> Any:
     """``ax``, or the axes of a new figure.
 
     Raises:
         ModuleNotFoundError: no matplotlib.
-        TypeError: not axes.
     """
     checks.installed(f"plot.{who}", "plot", "matplotlib")
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    if ax is None:
-        return Figure(figsize=(6, 4), layout="constrained").subplots()
-    if not isinstance(ax, Axes):
-        raise TypeError(f"plot.{who}: ax must be matplotlib axes, got {type(ax).__name__}; fig, ax = plt.subplots()")
-    return ax
+    return Figure(figsize=(6, 4), layout="constrained").subplots() if ax is None else ax
 
 
 def plain(x: Tensor) -> Any:
@@ -65,7 +57,7 @@ def plain(x: Tensor) -> Any:
         lambda x: checks.SEQUENCE.fits(x) and len(x) == 2 and all(map(checks.VALUES.fits, x)),
         "a pair (inputs, targets) of tensors",
     ),
-    ax=checks.ANY,
+    ax=_AX,
 )
 def bands(
     x: Tensor,
@@ -149,7 +141,7 @@ def _of_output(name: str, y: Tensor, output: int) -> Tensor:
 
 
 @checks.takes(
-    probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE, label=checks.TEXT, ax=checks.ANY
+    probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE, label=checks.TEXT, ax=_AX
 )
 def reliability(
     probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
@@ -209,7 +201,7 @@ def reliability(
     return ax
 
 
-@checks.takes(prediction=checks.WITH_CDF, targets=checks.VALUES, label=checks.TEXT, ax=checks.ANY)
+@checks.takes(prediction=checks.WITH_CDF, targets=checks.VALUES, label=checks.TEXT, ax=_AX)
 def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: Any = None) -> Any:
     """The share of targets inside the central intervals, for every level; on the diagonal the prediction is calibrated.
 

@@ -42,6 +42,7 @@ from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear
 from bayesopt_chain.testing._linear_system import Unstable, stationary_covariance
+from bayesopt_chain.trees import flatten
 
 Build = Callable[[], Any]
 
@@ -608,8 +609,7 @@ def assert_zero_temperature_limit(
 
     def gap(temperature: float) -> float:
         warm, _ = run(build(temperature), params, gradient, steps, seed=seed)
-        pairs = zip(optree.tree_leaves(warm), optree.tree_leaves(cold))
-        return math.sqrt(sum(((x - y).double() ** 2).sum().item() for x, y in pairs))
+        return (flatten(warm, params) - flatten(cold, params)).double().norm().item()
 
     if power is None:
         assert gap(1e-9) < 1e-12, f"|theta_T - theta_0| is {gap(1e-9):.3g} at T = 1e-9, not the rounding error"
