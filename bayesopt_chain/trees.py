@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
+from types import NoneType
 from typing import Any
 
 import optree
@@ -61,9 +62,47 @@ def entries_of(state: Any) -> Sequence[Any]:
     return [state] if is_entry else state
 
 
+_LEAVES = frozenset((Tensor, torch.nn.Parameter, NoneType))
+# structures of one dictionary, list or tuple of tensors, by class and length: the last one met, and its keys in order
+_flat: dict[tuple[type, int], tuple[list[Any], optree.PyTreeSpec]] = {}
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves of a tree, ``None`` among them, and its structure, as ``optree.tree_flatten`` does.
+
+    optree looks up the class of every leaf. For one container of tensors, like another that was met before, there is nothing
+    to look up, and this takes a fraction of the time.
+    """
+    if (kind := type(tree)) not in (dict, list, tuple):
+        return optree.tree_flatten(tree, none_is_leaf=True)
+    at, keys = (kind, len(tree)), [*tree] if kind is dict else []
+    known, structure = _flat.get(at, (None, None))
+    if (
+        structure is not None
+        and known == keys
+        and _LEAVES.issuperset(map(type, found := structure.flatten_up_to(tree)))
+    ):
+        return found, structure
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    if spec.num_nodes == len(leaves) + 1:
+        _flat[at] = keys, spec
+    return leaves, spec
+
+
 def are_same(xs: Collection[Any], ys: Collection[Any]) -> bool:
     """Whether two collections hold the same objects, in the same order."""
     return len(xs) == len(ys) and all(map(is_, xs, ys))
+
+
+def has_leaves(tree: Any, structure: optree.PyTreeSpec, leaves: Collection[Any]) -> bool:
+    """Whether a tree of this structure holds these very leaves, which takes a tenth of the time of flattening it.
+
+    A dictionary of another class with the same keys counts as of the same structure.
+    """
+    try:
+        return are_same(structure.flatten_up_to(tree), leaves)
+    except ValueError:
+        return False
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> list[Any]:

@@ -27,7 +27,7 @@ from bayesopt_chain.matching.noise_inputs import note
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 from bayesopt_chain.schedules import is_schedule, scalar
 from bayesopt_chain.tracing import is_traced
-from bayesopt_chain.trees import paths_of
+from bayesopt_chain.trees import leaves_of, paths_of
 
 SCHEDULED = ("step_size", "temperature", "schedule", "omega")  # fields of links that may be functions of the count
 
@@ -177,7 +177,7 @@ class Chain(GradientTransformation):
             >>> leaves
             [tensor([0., 0.])]
         """
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        leaves, spec = leaves_of(params)
         where = state.layout.where[i]
         return Update(self.plan(state), PURE, spec, leaves, list(state)).at(i, where), [leaves[j] for j in where]
 
@@ -195,7 +195,7 @@ class Chain(GradientTransformation):
         # a chain without noise accepts what TorchOpt accepts; noise puts conditions on the links
         for x in self.links if samples else ():
             checks.check_link(x)
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        leaves, spec = leaves_of(params)
         here = {j for j, p in enumerate(leaves) if p is not None}
         # a mask may be a function of the user's: it is called once, also where several links have it
         masks = {
@@ -242,7 +242,7 @@ class Chain(GradientTransformation):
         if params is None and self.needy is not None:
             raise ValueError(f"{self.needy.shown} needs the parameters: call update(updates, state, params=params)")
         plan = self.plan(state)
-        g, spec = optree.tree_flatten(updates, none_is_leaf=True)
+        g, spec = leaves_of(updates)
         p = plan.check(spec, g, params)
         # autograd may return one tensor for two leaves, which must not be overwritten twice
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):

@@ -23,6 +23,7 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, edited
 from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.parts import Part
+from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import broadcast_prefix, paths_of
@@ -382,6 +383,15 @@ class Link:
             The state with ``e`` added to the field ``traits.velocity``.
         """
         return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
+
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Any:
+        """Make the object that draws the noise. For links with response ``Noise``.
+
+        Args:
+            noise_inputs: where in the chain this noise enters.
+            layout: the leaves of the chain.
+        """
+        raise NotImplementedError
 
     def rate(self, state: Any, n: int) -> list[Any]:
         """The magnitude of the gain in this step. For links with response ``Rate``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,7 +24,7 @@ from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.engine import Engine, engines
 from bayesopt_chain.matching.noise_inputs import NoiseInput, match
 from bayesopt_chain.matching.response import Noise, Preconditioner
-from bayesopt_chain.trees import paths_of
+from bayesopt_chain.trees import leaves_of, paths_of
 
 Rates = Callable[[int, Sequence[int]], Tensor]  # the gain of a link in this step, for each of these leaves
 
@@ -42,36 +42,6 @@ class Injected(NamedTuple):
     has_entered: bool = False
 
 
-class Injection(Protocol):
-    """The noise of one noise link in one chain.
-
-    Attributes:
-        noise_inputs: where the noise enters, for which leaves, and how it is shaped.
-        leaves: the numbers of all leaves that get noise.
-        by_leaf: for each field of the link's state that holds one tensor a leaf, the numbers of these leaves.
-    """
-
-    noise_inputs: Sequence[NoiseInput]
-    leaves: Sequence[int]
-    by_leaf: Mapping[str, Sequence[int]]
-
-    def start(self, params: Sequence[Any]) -> Any:
-        """The first state, for the parameters of all leaves."""
-        ...
-
-    def started(self, state: Any, update: Update) -> None:
-        """Check the values of the first step, such as a scheduled temperature, when the state of the whole chain is made."""
-        ...
-
-    def strength(self, state: Any, rates: Rates) -> Any:
-        """The coefficients of this step's noise. A value out of range is refused here, before anything is changed."""
-        ...
-
-    def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
-        """Draw the noise of every noise input, for the leaves that have a gradient; returns it and the link's next state."""
-        ...
-
-
 class Plan:
     """What a chain needs in every update of one layout: the order of the links, the noise, and which leaves are checked."""
 
@@ -85,8 +55,8 @@ class Plan:
         matched = match(links, self.where, [j for j, shape in enumerate(layout.shapes) if shape is not None])
         for x, scope in zip(links, self.scopes):
             x.require_around(scope.before, scope.behind)
-        # of every noise link its noise inputs; a link whose response is Noise makes what draws its noise
-        self.noise: dict[int, Injection] = {i: cast(Any, links[i]).injection(x, layout) for i, x in matched.items()}
+        # of every noise link what draws its noise, a bayesopt_chain.links.langevin_noise.LangevinInjection
+        self.noise: dict[int, Any] = {i: links[i].injection(x, layout) for i, x in matched.items()}
         self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.needs_all_gradients = [i for i, x in enumerate(links) if x.traits.needs_all_gradients]
@@ -116,7 +86,7 @@ class Plan:
         if spec != self.spec:
             self.require_paths(paths_of(spec.unflatten(g)))
             self.spec = spec
-        p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        p, structure = (None, spec) if params is None else leaves_of(params)
         if self.exact or self.needs_all_gradients:
             if structure != spec:
                 raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")

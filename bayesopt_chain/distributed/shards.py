@@ -258,7 +258,7 @@ def step(
     inplace: bool = True,
     **extra: Any,
 ) -> Any:
-    """Call ``update``; if the state belongs to DTensors, on the local tensors of this rank, and make DTensors of its results.
+    """Call ``update`` on the local tensors of this rank, for a state of DTensors, and make DTensors of its results.
 
     Args:
         update: makes an update from gradients and state.
@@ -276,8 +276,6 @@ def step(
     Raises:
         ValueError: the layout of a leaf is not that for which the state was made.
     """
-    if getattr(getattr(state, "layout", None), "pieces", None) is None:
-        return update(updates, state, params=params, inplace=inplace, **extra)
     sharding: Sharding = plan(state).shards
     g, spec = optree.tree_flatten(updates, none_is_leaf=True)
     if params is not None:

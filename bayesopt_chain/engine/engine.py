@@ -20,7 +20,6 @@ from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -48,6 +47,7 @@ from bayesopt_chain.matching.filters import Filtered
 from bayesopt_chain.random.philox import has_triton
 from bayesopt_chain.random.stream import draw_numbers
 from bayesopt_chain.tracing import is_traced, is_transformed
+from bayesopt_chain.trees import leaves_of
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)
@@ -307,7 +307,7 @@ class Engine:
         if self.axes and not (_are_equal(state.conditions[0]) and _are_equal(state.step)):
             return None
         if not isinstance(temperature, float):
-            temperature = self._value(temperature, state.step[0] if self.axes else state.step)[0]
+            temperature = self._value(temperature, (state.step[0] if self.axes else state.step).item())[0]
             if temperature is None:
                 return None
             checks.at_this_step("temperature", temperature)
@@ -323,13 +323,13 @@ class Engine:
     def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
         """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
         if not self.is_counted:
-            value, wide = self._value(self.step_size, None)
+            value, wide = self._value(self.step_size, 0)
             return ([] if value is None else [value]), wide
         if (at := self._counts(entries[self.rate].count, present)) is None:
             return [], False
         if self.is_table and len({*at}) == 1:
             return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
-        known = {n: self._value(self.step_size, torch.full((), n, dtype=torch.int64, device="cpu"), n) for n in {*at}}
+        known = {n: self._value(self.step_size, n) for n in {*at}}
         if any([value is None for value, _ in known.values()]):
             return [], False
         values: Any = [known[n][0] for n in (at if len(known) > 1 else at[:1])]
@@ -347,16 +347,14 @@ class Engine:
         at: list[Any] = [*map(Tensor.item, here)]
         return at
 
-    def _value(self, value: Any, count: Tensor | None, n: Any = None) -> tuple[float | None, bool]:
-        """A hyperparameter as a number, and whether it is a float64 tensor; ``None`` where it cannot be read."""
+    def _value(self, value: Any, n: Any) -> tuple[float | None, bool]:
+        """A hyperparameter at a count as a number, and whether it is a float64 tensor; ``None`` where it cannot be read."""
         if isinstance(value, (int, float)):
             return float(value), False
         if not isinstance(value, Tensor):
-            assert count is not None
             if schedules.is_elementwise(value):
-                n = count.item() if n is None else n
                 return _values(value, n // _BLOCK)[n % _BLOCK], True
-            value = value(count)
+            value = value(torch.full((), n, dtype=torch.int64, device="cpu"))
             if not isinstance(value, Tensor):
                 return float(schedules.returned(value)), False
         if value.ndim or value.is_complex() or value.requires_grad or not _is_readable(value):
@@ -556,8 +554,8 @@ class Engine:
             "keep": keep,
             "momentum": momentum,
             "level": move.current,
+            "deferred": 1.0 if self.velocity is None else move.deferred,
         }
-        given["deferred"] = 1.0 if self.velocity is None else move.deferred
         with torch.cuda.device_of(key):
             for k, x, y, s in zip(places, *lists):
                 draw = self.draws[k]  # Triton takes the 32 bits as a signed number
@@ -662,7 +660,7 @@ def moved(
         p, g = spec.flatten_up_to(params), spec.flatten_up_to(grads)
     except ValueError:
         return None
-    if not inplace and optree.tree_structure(params, none_is_leaf=True) != spec:
+    if not inplace and leaves_of(params)[1] != spec:
         return None
     numbers = engine.numbers(entries, g)
     here = (g, p) if engine.is_everything else [[xs[j] for j in engine.where] for xs in (g, p)]

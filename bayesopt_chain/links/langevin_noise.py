@@ -24,7 +24,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout
-from bayesopt_chain.core.update import Injected, Injection, Rates, Update
+from bayesopt_chain.core.update import Injected, Rates, Update
 from bayesopt_chain.links.keyed import FilteredNoise, FilteredNoiseState, Keyed
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
@@ -82,13 +82,7 @@ class LangevinNoise(Keyed):
             return Linear()
         return Noise(self.order, self.temperature if is_number(self.temperature) else None)
 
-    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
-        """Make the object that draws the noise.
-
-        Args:
-            noise_inputs: where in the chain this noise enters.
-            layout: the leaves of the chain.
-        """
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> LangevinInjection:
         return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ from bayesopt_chain import _torch, checks, tracing
 from bayesopt_chain._torch import whole
 from bayesopt_chain.links.wrapper import state_inside
 from bayesopt_chain.schedules import now, scalar
+from bayesopt_chain.trees import leaves_of
 
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 
@@ -148,7 +150,9 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         ValueError: the loss is no scalar, or depends on none of the parameters; a gradient is sparse.
     """
     leaves: list[Any]
-    leaves, spec = optree.tree_flatten(params)  # without an absent parameter, which the structure keeps
+    leaves, spec = leaves_of(params)
+    if NoneType in map(type, leaves):  # an absent parameter, which the structure keeps
+        leaves, spec = optree.tree_flatten(params)
     if not all([type(p) in PLAIN and p.is_floating_point() for p in leaves]):
         checks.differentiable(leaves, params)
     if tracing.is_transformed():

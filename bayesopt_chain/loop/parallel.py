@@ -310,8 +310,6 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
             return found
         tensors = torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="error")(hyper, params, state, *block)
     except RuntimeError as err:
-        if not tracing.is_plain(optree.tree_leaves(params)[0]):  # capture's own error names the line of the model
-            raise
         raise RuntimeError(_vmap_message(err)) from err
     return joined(tensors, rest)
 

@@ -2,7 +2,7 @@
 
 A transformation asks for more than the gradient by the keywords that its ``update`` accepts. A source computes the gradient
 and these keywords. The first four classes evaluate a loss, an estimator or a filter's observation; each class that is indented
-further wraps a source of the lines above it:
+further wraps a source of the lines above it. All of them get the state of the chain inside of wrappers:
 
     LossGradient            the gradient of the mean loss of the batch
     Microbatches            the same, for a batch that is cut into parts
@@ -12,7 +12,6 @@ further wraps a source of the lines above it:
         WithKeywords        further keywords, such as ``loss=`` and ``curvature=``, at the same parameters
           AtDraws           the gradient at draws that a link asks for (variational inference)
           AtParticles       the gradient at each of the particles that a link moves together
-            Inside          for a transformation inside of wrappers, such as ``skip_nonfinite``
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from bayesopt_chain import batches, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import Ranks
-from bayesopt_chain.links.wrapper import keywords_of, state_inside
+from bayesopt_chain.links.wrapper import keywords_of
 from bayesopt_chain.loop.gradients import GradientEstimator
 from bayesopt_chain.loop.loss import (
     Evaluation,
@@ -191,18 +190,6 @@ class AtDraws:
             report = self.tx.links[i].report(state[i], draw, mean)
             grads = gathered([each.grads for each in found], where)
             return Evaluation(grads, Info(mean, aux, **report), extra, carried)
-
-
-@dataclass(frozen=True)
-class Inside:
-    """A source for the transformation inside of wrappers, whose state is a part of the wrappers' states."""
-
-    source: GradientSource
-    tx: GradientTransformation
-
-    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Evaluate the source with the state of the transformation inside."""
-        return self.source(params, state_inside(self.tx, state), batch, carried)
 
 
 @dataclass(frozen=True)

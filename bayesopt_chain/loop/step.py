@@ -28,14 +28,14 @@ from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import COMPARED, Ranks
 from bayesopt_chain.engine.engine import moved
-from bayesopt_chain.links.wrapper import MasterState, SkipState, Weighted, unwrapped, weight_of
+from bayesopt_chain.links.wrapper import MasterState, SkipState, Weighted, state_inside, unwrapped, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach, monitored, unshared
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
 from bayesopt_chain.random.model_draws import model_draws
-from bayesopt_chain.trees import all_finite, found_finite
+from bayesopt_chain.trees import all_finite, found_finite, leaves_of
 
 
 class FiniteCheck:
@@ -220,7 +220,7 @@ class Step:
             _require(self.memory, state)
             inner, carried = state.inner, state.carried
         with model_draws(stream_of(state)):
-            found = self.source(params, inner, batch, carried)
+            found = self.source(params, state_inside(self.tx, inner), batch, carried)
         if self.heat_guard is not None:
             self.heat_guard.watch(self.tx, params, inner, found.grads)
         if self.finite is not None:
@@ -439,7 +439,6 @@ def make_step(
         memory = EstimatorMemory(loss)
     elif buffers is not None:
         memory = ModuleMemory(buffers)
-    source = source if chain is tx else sources.Inside(source, tx)
     # a class of its own, so that the steps of all other chains need not ask
     weighted = any([isinstance(link, Weighted) for link in getattr(chain, "links", ())])
     return (WeightedStep if weighted else Step)(
@@ -493,8 +492,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
     Returns:
         The new parameters; with ``inplace`` the tree that was given.
     """
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    moves = optree.tree_leaves(updates, none_is_leaf=True)
+    (leaves, spec), (moves, _) = leaves_of(params), leaves_of(updates)
     if not all([type(p) in PLAIN for p in leaves]):
         new = shards.add(leaves, moves, inplace)
     elif inplace:
@@ -506,7 +504,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
 
 def _writable(grads: Any) -> Any:
     """Copy gradients that share memory, since an update in place of one would change the other."""
-    leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
+    leaves, spec = leaves_of(grads)
     mine = owned([_torch.local(x) for x in leaves])
     return optree.tree_unflatten(spec, [_torch.like(x, y) for x, y in zip(leaves, mine)])
 

@@ -18,7 +18,7 @@ from bayesopt_chain import _torch, batches
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info
-from bayesopt_chain.trees import are_same
+from bayesopt_chain.trees import has_leaves
 
 
 class Slots:
@@ -73,12 +73,9 @@ class Slots:
             ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
         # a tree of tuples, handed back, has the leaves that it had
-        is_last, leaves, spec = self.own is not None and tree is self.own, self.leaves, self.spec
-        if not is_last:
-            leaves, spec = optree.tree_flatten(tree)
-            is_last = are_same(leaves, self.leaves) and spec == self.spec
+        is_last = tree is self.own or has_leaves(tree, self.spec, self.leaves)
         if not (is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses):
-            self.load(leaves, spec, what)
+            self.load(*optree.tree_flatten(tree), what)
 
     def new_values(self, tree: Any, what: str) -> list[Tensor]:
         """Return the next value of each buffer, from a tree that the step returned.
@@ -153,9 +150,8 @@ class Batch:
         dim: the axis of its tensors that counts steps, or ``None``.
         written: the addresses of the memory of the static buffers.
         strides: the strides of the tensors of the first batch; ``None`` for other leaves.
-        immutable: whether the batch consists of tuples only.
-        last: the last batch, its leaves, its tensors if the program can read them without copies, and views of these if it came
-            twice.
+        last: the leaves of the last batch, its tensors if the program can read them without copies, and views of these if it
+            came twice.
     """
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
@@ -169,8 +165,7 @@ class Batch:
                 if torch.is_tensor(x) and x.shape[dim] != steps:
                     raise ValueError(f"capture: batch, leaf {n}: {describe(x)} has no {steps} steps along axis {dim}")
         self.strides = [x.stride() if torch.is_tensor(x) else None for x in self.leaves]
-        self.immutable = _is_immutable(batch)
-        self.last: tuple[Any, list, list[Tensor] | None, list[Tensor]] = (self, [], None, [])
+        self.last: tuple[list, list[Tensor] | None, list[Tensor]] = ([], None, [])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -183,19 +178,16 @@ class Batch:
         Raises:
             ValueError: the batch has another structure, or a leaf another shape, dtype, device or value of a constant.
         """
-        # a batch of lists or dictionaries may have changed while it stayed the same object, so that it is flattened again
-        seen, before, tensors, views = self.last
-        is_last, leaves, spec = self.immutable and batch is seen, before, self.spec
-        if not is_last:
-            leaves, spec = batches.flatten(batch)
-            is_last = are_same(leaves, before) and spec == self.spec
+        leaves, tensors, views = self.last
+        is_last = has_leaves(batch, self.spec, leaves)
         if not (is_last and views and all(map(Tensor.is_set_to, tensors or (), views))):
+            leaves, spec = batches.flatten(batch)
             self.check(leaves, spec)
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
             tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
             # of a batch that came twice views, which show whether a ``.data`` was replaced
             views = [x.detach() for x in tensors or ()] if is_last else []
-            self.last = batch, leaves, tensors, views
+            self.last = leaves, tensors, views
         return tensors if tensors is not None else self.with_strides(leaves)
 
     def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
@@ -231,15 +223,6 @@ class Batch:
                     f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
                     "(drop_last=True) and numbers constant, give capture signatures=2 for a short last batch, or capture again"
                 )
-
-    def has_shapes_of(self, batch: Any) -> bool:
-        """Whether :meth:`check` accepts a batch."""
-        leaves, spec = batches.flatten(batch)
-        try:
-            self.check(leaves, spec)
-        except ValueError:
-            return False
-        return True
 
     def differs_in_lengths(self, batch: Any) -> bool:
         """Whether a batch differs from the first one at most in the lengths of the axes of its tensors."""

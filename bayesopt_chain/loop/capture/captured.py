@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -194,10 +194,11 @@ class Captured:
             ValueError: ``refusal``, if the batch differs in more than lengths, or if ``signatures`` shapes were recorded.
         """
         for program in self._programs:
-            if program is not self._program and program.body.batch.has_shapes_of(batch):
-                self._program = program
+            with suppress(ValueError):
+                inputs = program.body.batch.tensors_of(batch)
                 program.modes.check()
-                return program.body.batch.tensors_of(batch)
+                self._program = program
+                return inputs
         body = self._program.body
         if len(self._programs) >= self._signatures or not body.batch.differs_in_lengths(batch):
             raise refusal

@@ -34,7 +34,7 @@ def describe(x: Any) -> str:
     return f"{tuple(x.shape)}, {x.dtype} on {x.device}{'' if x.layout is torch.strided else f', {x.layout}'}"
 
 
-def first_line(err: Exception) -> str:
+def first_line(err: BaseException) -> str:
     """Return the first line of an error's message, since torch's messages can be pages long."""
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 

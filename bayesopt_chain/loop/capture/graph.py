@@ -52,15 +52,16 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     except CaptureError:
         raise
     except Exception as err:
-        # an error that is not about unknown values is raised as it is
-        line = users_line(err)
-        if line is None or not is_about_values(err):
+        # an error that is not about unknown values is raised as it is; that of chains under vmap has the model's as its cause
+        cause = err.__cause__ or err
+        line = users_line(cause)
+        if line is None or not is_about_values(cause):
             raise
         raise CaptureError(
-            f"capture: {line} needs a value or a shape that is known only when the step runs ({first_line(err)}). "
+            f"capture: {line} needs a value or a shape that is known only when the step runs ({first_line(cause)}). "
             "Write it with tensors (torch.where for a branch, a schedule that is a function of the count), "
             "or leave this step uncaptured"
-        ) from err
+        ) from cause
     finally:
         mutations.undo()
     _require_keyed_draws(graph, body)

@@ -775,6 +775,16 @@ def test_attention_that_drops_inside_its_operation_is_refused():
         record(loss, tx, params, 0.1, backend="eager")
 
 
+def test_chains_whose_model_draws_without_a_key_are_refused_captured_as_uncaptured():
+    tx, params = bc.sghmc(0.1, temperature=0.1), torch.ones(2, 3)
+    step = bc.make_step(lambda p, batch: nn.functional.alpha_dropout(p, 0.5, True).square().sum(), tx)
+    chains = bc.parallel(step, 2)
+    state = chains.init(tx, params)
+    for call in (chains, lambda *given: bc.capture(chains, *given, backend="eager")):
+        with pytest.raises(RuntimeError, match="parallel: the model draws random numbers that no chain's key governs"):
+            call(params, state, ())
+
+
 def five_steps():
     """What five steps of a captured sampler give, and whether its program was compiled or found."""
     from torch._dynamo.utils import counters
