@@ -370,20 +370,6 @@ class Link:
         """
         return edited(state, self.traits.velocity, at, lambda v: op.mul(v, factors))
 
-    def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: TensorOps) -> Any:
-        """Add the deferred part of a noise, which acts in the next step, to the velocity. For links with the trait ``carries``.
-
-        Args:
-            state: the link's whole state.
-            at: the places of these leaves among the link's own.
-            e: the deferred noise, shaped as these leaves.
-            op: the operations, pure or in place.
-
-        Returns:
-            The state with ``e`` added to the field ``traits.velocity``.
-        """
-        return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
-
     def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Any:
         """Make the object that draws the noise. For links with response ``Noise``.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, LinkScope
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
-from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
+from bayesopt_chain.core.state import Layout, edited, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.engine import Engine, engines
 from bayesopt_chain.matching.noise_inputs import NoiseInput, match
@@ -217,9 +217,8 @@ class Update:
         for x in self.noises:
             if x.noise and x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits = PURE.mul(x.noise, [x.noise_input.deferred_gain * k for k in x.shares or [1.0] * len(x.noise)])
-                self.entries[i] = self.plan.links[i].carrying(
-                    self.entries[i], self.positions(i, x.leaves), waits, self.op
-                )
+                velocity, at = self.plan.links[i].traits.velocity, self.positions(i, x.leaves)
+                self.entries[i] = edited(self.entries[i], velocity, at, partial(self.op.add, ys=waits))
 
     def at(self, i: int, present: tuple[int, ...]) -> LinkContext:
         """Make the context of link ``i`` for a turn in which these of its leaves have gradients."""

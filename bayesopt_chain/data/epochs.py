@@ -87,7 +87,9 @@ class Epochs:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self) - self.offset):
-            yield self.batch(*self._advance())
+            here = self.epoch, self.offset
+            self.skip(1)  # before the batch is handed out, since whoever takes it may read the position of the next
+            yield self.batch(*here)
 
     def batch(self, epoch: int, offset: int) -> Any:
         """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``.
@@ -172,12 +174,6 @@ class Epochs:
         if self.leaves is None:
             return rows.tolist()
         return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
-
-    def _advance(self) -> tuple[int, int]:
-        """The position of the next batch; the iteration moves past it."""
-        here = self.epoch, self.offset
-        self.skip(1)
-        return here
 
     @checks.takes(step=checks.whole(0))
     def seek(self, step: int) -> None:

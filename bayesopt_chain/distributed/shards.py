@@ -201,8 +201,8 @@ class Sharding:
         Args:
             entries: the state of each link, made from local tensors.
             leaves: the local tensors of all leaves.
-            noise: the noise of each noise link, by the number of the link. Its ``by_leaf`` tells to which leaves the tensors
-                of each field belong.
+            noise: the noise of each noise link, by the number of the link. Its ``leaves`` are those of the tensors that it
+                remembers.
 
         Returns:
             The state of each link.
@@ -211,7 +211,7 @@ class Sharding:
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
             fields: tuple[str, ...] = getattr(entry, "_fields", ())
             if fields and link.traits.on_shards == "elementwise":
-                of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(fields, w)
+                of: Any = {"memory": noise[i].leaves} if i in noise else dict.fromkeys(fields, w)
                 entry = type(entry)(*[self._memory(x, of.get(name, ()), leaves) for name, x in zip(fields, entry)])
             if "key" in fields:
                 entry = entry._replace(key=agreed_key(entry.key, self.specs))

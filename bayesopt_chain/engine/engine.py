@@ -53,7 +53,7 @@ _KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their nu
 _DTYPES = (torch.float32, torch.float64)
 _LAYOUT, _GRAD, _SHAPE = attrgetter("dtype", "is_cpu"), attrgetter("requires_grad"), attrgetter("shape")
 _COUNTERS, _NOTED = {(torch.int64, True)}, (torch.float64, True)
-_CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
+CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
 _IS_CPU = attrgetter("is_cpu")
 _BLOCK = 1024  # counts at which a schedule is evaluated at once
 
@@ -460,7 +460,7 @@ class Engine:
 
     def _remembers(self, conditions: Tensor) -> bool:
         """Whether the kernel may read and write what the noise of all leaves has to remember."""
-        shape = (*self.axes, len(self.where), _CONDITIONS)
+        shape = (*self.axes, len(self.where), CONDITIONS)
         return _LAYOUT(conditions) == _NOTED and conditions.shape == shape and conditions.is_contiguous()
 
     def _known(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -37,21 +37,6 @@ from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import copied, paths_of
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-@runtime_checkable
-class HasPrecision(Protocol):
-    """A Gaussian distribution over parameters, such as every posterior of this library."""
-
-    @property
-    def mean(self) -> Any:
-        """The mean, a tree like the parameters."""
-        ...
-
-    @property
-    def precision(self) -> Precision:
-        """The precision over that tree."""
-        ...
 
 
 class PriorState(NamedTuple):
@@ -239,7 +224,7 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     """
     checks.POSITIVE("add_gaussian_prior: n", n)
     n = float(n)
-    if isinstance(prior, HasPrecision):
+    if hasattr(prior, "mean") and hasattr(prior, "precision"):
         return Chain((_of_gaussian(prior, n),))
     # The link of weight decay, so that both chains compare equal and are fused alike.
     if isinstance(prior, (int, float)):
@@ -250,7 +235,7 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     return Chain((AddDiagonalPrior(n, 0.0, prior),))
 
 
-def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
+def _of_gaussian(prior: Any, n: float) -> Prior:
     """Make the link for a Gaussian prior, the elementwise one if its precision is diagonal."""
     precision: Any = prior.precision
     if not isinstance(precision, Precision):

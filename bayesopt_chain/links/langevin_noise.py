@@ -9,7 +9,7 @@ has their values at the last step, because the rule for schedules
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -25,6 +25,7 @@ from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Rates, Update
+from bayesopt_chain.engine.engine import CONDITIONS
 from bayesopt_chain.links.keyed import FilteredNoise, FilteredNoiseState, Keyed
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
@@ -38,7 +39,6 @@ from bayesopt_chain.tracing import is_plain, is_readable
 LOW = (torch.bfloat16, torch.float16)  # dtypes in which a step's noise can be lost to rounding
 LEAF = "inject_langevin_noise: leaf {}"
 CURE = "wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
-CONDITIONS = 5  # how many numbers are remembered for each leaf if rates or the temperature can change
 
 
 class LangevinNoiseState(NamedTuple):
@@ -152,7 +152,6 @@ class LangevinInjection:
         noise_inputs: where in the chain the noise enters.
         rows: for each noise input, the place of each of its leaves in the state.
         leaves: the leaf of each entry of the state.
-        by_leaf: the same, by the fields of the state that it applies to.
         processes: the process that makes the noise of each entry.
         variables: the random variables of one step.
     """
@@ -166,7 +165,6 @@ class LangevinInjection:
         # one leaf are therefore independent.
         numbers = tuple([keyed_stream.draw_number(leaf_numbers[j], 2 * n) for j, n in places])
         self.leaves: Sequence[int] = [j for j, _ in places]
-        self.by_leaf: Mapping[str, Sequence[int]] = {"memory": self.leaves}
         runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in self.leaves])
         self.processes = [noise_inputs[n].process for _, n in places]
         each = tuple([process.draws for process in self.processes])

@@ -67,16 +67,14 @@ class Scale(Link):
 
     def factors(self, state: Any, n: int) -> Any:
         """The signed factor of each of ``n`` leaves, or one factor for all of them."""
-        if is_schedule(schedule := self.step_size):
-            return by_count(lambda c: self._signed(returned(schedule(c))), state.count)
-        return self._signed(self.step_size)
+        size: Any = self.step_size
+        if is_schedule(size):
+            return by_count(lambda c: self.sign * returned(size(c)), state.count)
+        return self.sign * size
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, self.factors(state, len(g)))
         return g, ScaleByScheduleState(op.count(state.count)) if is_schedule(self.step_size) else state
-
-    def _signed(self, value: Any) -> Any:
-        return -value if self.sign < 0 else value
 
     def __str__(self) -> str:
         shown = checks.show(self.step_size)

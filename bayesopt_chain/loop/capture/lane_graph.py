@@ -55,7 +55,7 @@ class Rows:
         if node.target is not aten.index.Tensor or len(args[1]) != 1:
             return None
         indices = args[1]
-        table, rows = self.place(args[0]), self.place(indices[0])
+        table, rows = input_of(args[0], self.places), input_of(indices[0], self.places)
         if table is None or rows is None or self.own[table] or not self.own[rows]:
             return None
         numbers, value = indices[0].meta["val"], node.meta["val"]
@@ -67,10 +67,6 @@ class Rows:
             and args[0].meta["val"].shape[0] < 2**31
         )
         return (table, rows) if whole and value.shape[0] == self.chains else None
-
-    def place(self, node: Any) -> int | None:
-        """Return the index of the input that a node is equal to; ``None`` if it is no input."""
-        return input_of(node, self.places)
 
 
 def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
@@ -91,7 +87,7 @@ def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
         if node.op != "call_function" or not (node.users or node.is_impure()):  # inductor removes such a node
             continue
         if node.target is _normals:
-            if normals_kernel() is None or node.args[2] or any(rows.place(x) is None for x in node.args[:2]):
+            if normals_kernel() is None or node.args[2] or any(input_of(x, rows.places) is None for x in node.args[:2]):
                 return False
         elif rows.found(node) is None and not _is_known(node):
             return False
@@ -200,7 +196,7 @@ def lift_normals(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
         args: Any = node.args
         *keyed, _, lengths, numbers, dtype = args
         rooms.append(in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype, device="cpu"), rows.chains))
-        draws.append((*[rows.place(x) for x in keyed], tuple(lengths), tuple(numbers)))
+        draws.append((*[input_of(x, rows.places) for x in keyed], tuple(lengths), tuple(numbers)))
         node.replace_all_uses_with(new_input(graph, f"draw_{len(rooms)}", node.meta))
         graph.graph.erase_node(node)
     graph.recompile()
