@@ -2,7 +2,7 @@
 
 A transformation asks for more than the gradient by the keywords that its ``update`` accepts. A source computes the gradient
 and these keywords. The first four classes evaluate a loss, an estimator or a filter's observation; each class that is indented
-further wraps a source of the lines above it. All of them get the state of the chain inside of wrappers:
+further wraps a source of the lines above it:
 
     LossGradient            the gradient of the mean loss of the batch
     Microbatches            the same, for a batch that is cut into parts
@@ -38,6 +38,7 @@ from bayesopt_chain.loop.loss import (
     Loss,
     LossGradient,
 )
+from bayesopt_chain.trees import entries_of
 
 # a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
 Keyword = Callable[[Any, Any], Any]
@@ -173,7 +174,7 @@ class AtDraws:
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Draw, evaluate the source at each point, and collect the gradients, keywords and reports."""
-        i = self.index
+        i, state = self.index, entries_of(state)  # of the chain inside of wrappers
         with torch.no_grad():
             draw, points = drawn(self.tx, i, state, params)
         found: list[Evaluation] = []

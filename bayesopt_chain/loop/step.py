@@ -28,7 +28,7 @@ from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import COMPARED, Ranks
 from bayesopt_chain.engine.engine import moved
-from bayesopt_chain.links.wrapper import MasterState, SkipState, Weighted, state_inside, unwrapped, weight_of
+from bayesopt_chain.links.wrapper import MasterState, SkipState, Weighted, unwrapped, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
@@ -220,7 +220,7 @@ class Step:
             _require(self.memory, state)
             inner, carried = state.inner, state.carried
         with model_draws(stream_of(state)):
-            found = self.source(params, state_inside(self.tx, inner), batch, carried)
+            found = self.source(params, inner, batch, carried)
         if self.heat_guard is not None:
             self.heat_guard.watch(self.tx, params, inner, found.grads)
         if self.finite is not None:
