@@ -65,16 +65,17 @@ def closed_form(strength, free):
 @pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "free"), [(0.0, range(6)), (30.0, range(6)), (1.0, (1, 4))])
 def test_influence_and_learning_coefficient_of_linear_regression_have_their_closed_forms(gamma, free):
-    """With a spring, and with some weights alone: 1,500 entries with errors that are right within 30 % of themselves (few
-    directions are behind all of them, so that their z are dependent), and the coefficient within 4 errors (1 in 16,000)."""
+    """With a spring, and with some weights alone: 1,500 entries with errors that are right within 20 % of themselves over four
+    seeds (few directions are behind all of them, so that their z are dependent: 0.6 to 1.5 at one seed), and the coefficient
+    within 4 errors (1 in 16,000)."""
     mask = torch.zeros(D, dtype=torch.bool)
     mask[list(free)] = True
     where = None if len(free) == D else {"w": mask}
-    run = measured(strength=gamma / N, where=where, lr=0.3 / (1 + gamma / N))
+    runs = [measured(strength=gamma / N, where=where, lr=0.3 / (1 + gamma / N), seed=seed) for seed in range(4)]
     wanted, llc = closed_form(gamma / N, free)
-    bif = run.bif("probe", "train")
-    z = (bif.value + wanted) / bif.error
-    assert z.square().mean().sqrt() == pytest.approx(1.0, abs=0.35)
+    each = [run.bif("probe", "train") for run in runs]
+    z, bif, run = torch.stack([(x.value + wanted) / x.error for x in each]), each[0], runs[0]
+    assert z.square().mean().sqrt() == pytest.approx(1.0, abs=0.2)
     assert torch.corrcoef(torch.stack([bif.value.flatten(), -wanted.flatten()]))[0, 1] > 0.995
     found = run.llc()
     assert abs(float(found.value) - llc) < 4 * float(found.error) and float(found.error) < 0.05 * llc
