@@ -138,12 +138,16 @@ class Forward:
                 f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
             )
         arguments, keywords = arguments_of(self.module, self.inputs(batch))
-        places = None if self.shares or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
-        if places is None:
-            return self.outputs(
-                torch.func.functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares)
-            )
-        own = [held[key] for held, key in places]
+        places = None if torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
+        own = [held[key] for held, key in places or ()]
+        if places is None or self.shares:
+            try:
+                return self.outputs(
+                    torch.func.functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares)
+                )
+            finally:  # torch leaves the tensors of the call in a submodule that has two names
+                for (held, key), x in zip(places or (), own):
+                    held[key] = x
         try:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x

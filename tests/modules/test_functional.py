@@ -55,6 +55,15 @@ def test_a_tied_weight_comes_once_and_acts_twice():
     assert module.head.weight is module.embed.weight and torch.equal(module(tokens), w[tokens] @ w.T)
 
 
+@pytest.mark.parametrize("inside", [nn.Linear(2, 2), nn.BatchNorm1d(2)])
+def test_a_submodule_of_two_names_keeps_its_own_tensors(inside):
+    module, own = Net(lambda net, x: net.b(net.a(x)), a=inside, b=inside), [*inside.parameters(), *inside.buffers()]
+    forward, params, buffers = bc.make_functional(module)
+    out, _ = forward.with_buffers({name: 2 * p for name, p in params.items()}, torch.eye(2), buffers)
+    assert all(a is b for a, b in zip([*inside.parameters(), *inside.buffers()], own, strict=True))
+    assert not torch.equal(out, module(torch.eye(2)))
+
+
 def test_batches_may_be_mappings_or_anything_with_a_function():
     module = Net(lambda net, x, scale=1.0: scale * net.linear(x), linear=nn.Linear(2, 1))
     x = torch.ones(3, 2)
