@@ -76,10 +76,10 @@ def leaves_of(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     if (kind := type(tree)) not in (dict, list, tuple):
         return optree.tree_flatten(tree, none_is_leaf=True)
     at, keys = (kind, len(tree)), [*tree] if kind is dict else []
-    known, structure = _flat.get(at, (None, None))
+    known, structure = _flat.get(at, ([], None))
     if (
         structure is not None
-        and known == keys
+        and all(map(is_, known, keys))  # equal ones may differ, such as 1 and True
         and _LEAVES.issuperset(map(type, found := structure.flatten_up_to(tree)))
     ):
         return found, structure
