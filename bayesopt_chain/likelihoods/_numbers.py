@@ -74,7 +74,10 @@ class Normal(Likelihood):
 
     def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
         """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
-        mean, variance, weights = self.mean(outputs), self.variance(outputs), log_weights.exp().to(outputs)
+        weights = log_weights.exp().to(outputs)
+        # far out a variance may be infinite where no weight is left
+        outputs = torch.where(weights.reshape(-1, *[1] * (outputs.ndim - 1)) > 0, outputs, 0)
+        mean, variance = self.mean(outputs), self.variance(outputs)
         first, second = torch.tensordot(weights, _absolute_mean(targets - mean, variance), dims=1), 0.0
         for w, m, v in zip(weights, mean, variance):  # one row of the S^2 pairs at a time
             second = second + w * torch.tensordot(weights, _absolute_mean(m - mean, v + variance), dims=1)
@@ -194,9 +197,10 @@ class StudentT(Likelihood):
     def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
         if self.df < 1:  # log W spreads over hundreds
             return self.mixed(outputs, points)
-        u, log_weights = (x.to(outputs.mean) for x in log_gamma(self.df / 2, points))
-        log_noise = 2 * like(self.scale, outputs.mean).log() - u.reshape(-1, *[1] * outputs.mean.ndim)
-        nodes = _normals(outputs.mean, outputs.variance.reshape(outputs.mean.shape), log_noise)
+        mean = outputs.mean.double()  # variances of far nodes are no numbers in single precision
+        u, log_weights = (x.to(mean) for x in log_gamma(self.df / 2, points))
+        log_noise = 2 * like(self.scale, mean).log() - u.reshape(-1, *[1] * mean.ndim)
+        nodes = _normals(mean, outputs.variance.reshape(mean.shape).double(), log_noise)
         return Predictive(Normal(), nodes, log_weights, points=points)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:

@@ -138,6 +138,16 @@ def test_the_score_of_student_t_is_its_closed_form(df):
         torch.testing.assert_close(uncertain.crps(y), limit.crps(y), rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("likelihood", [likelihoods.student_t(1.0), likelihoods.gaussian("learned")])
+def test_scores_are_numbers_where_the_variances_of_far_nodes_are_none(likelihood):
+    """Those of a log variance with a deviation of 8, and of heavy tails, overflow in float32, and have no part in slopes."""
+    mean = torch.zeros(1, 2, dtype=torch.float32, requires_grad=True)
+    predictive, y = likelihood.predictive(mean, 64 * torch.eye(2, dtype=torch.float32)[None]), likelihood.mean(mean) + 1
+    by_target, by_mean = torch.autograd.grad(predictive.crps(y).sum(), (y, mean))
+    torch.testing.assert_close(by_target, 2 * predictive.cdf(y.detach()) - 1, rtol=1e-5, atol=0)
+    assert by_mean.isfinite().all()
+
+
 @pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
 def test_the_integrated_score_of_components_far_apart_is_the_closed_form(apart, tolerance):
     """Gaussian noise as a custom likelihood, which is integrated, against ``E|X - y| - E|X - X'| / 2``."""
