@@ -329,8 +329,14 @@ def hash_of_bits(x: Tensor) -> int:
     Args:
         x: a tensor of any dtype and shape.
     """
-    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(bytes_of(x), digest_size=8).digest(), "little")
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The bytes of the elements of a plain tensor, one after the other."""
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # an axis of length 1 may have any stride, which contiguous keeps
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
 def gather_objects(value: T, mesh: Mesh | None) -> list[T]:

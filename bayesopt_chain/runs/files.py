@@ -42,7 +42,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import require_fit, world
+from bayesopt_chain.distributed.ranks import bytes_of, require_fit, world
 from bayesopt_chain.trees import named_leaves
 
 FORMAT = "bayesopt_chain/3"
@@ -82,7 +82,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
                 f"save: leaf {name} is {x.dtype}, {x.layout}, on {x.device.type}, and cannot be written; make it dense and "
                 "real (to_dense, torch.view_as_real), or of another precision"
             )
-        raw = _bytes(x)
+        raw = bytes_of(x)
         entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + len(raw)]}
         sums[name] = _sums(raw)
         data.append(raw)
@@ -95,11 +95,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
             f"save: {path} would have a header of {len(header)} bytes; save fewer or smaller tensors in a file"
         )
     replace(path, [len(header).to_bytes(8, "little"), header, *data])
-
-
-def _bytes(x: Tensor) -> memoryview:
-    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
 def _sums(raw: Any) -> str:

@@ -32,7 +32,7 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import gather_objects, hash_of_bits
+from bayesopt_chain.distributed.ranks import bytes_of, gather_objects, hash_of_bits
 from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.random.stream import keyed, without_wrappers
@@ -514,7 +514,7 @@ def _tensor(x: Tensor) -> Any:
     try:
         if x.numel() <= FEW and not x.dtype.is_complex:
             return [*about, [describe(v) for v in x.reshape(-1).tolist()]]
-        return [*about, zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)]
+        return [*about, zlib.crc32(bytes_of(x))]
     except (RuntimeError, TypeError, ValueError):  # sparse, quantised, on no device
         return [*about, UNKNOWN]
 

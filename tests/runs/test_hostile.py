@@ -93,6 +93,7 @@ def tree():
     shared = torch.arange(6.0)
     return {
         "transposed": shared.view(2, 3).t(),
+        "one of a column": torch.ones(3, 2)[:1, 1],
         "same storage": shared,
         "pair": Pair((torch.tensor(3), torch.zeros(0)), torch.ones(2, dtype=torch.bfloat16)),
         "flag": torch.tensor(True),
