@@ -361,8 +361,12 @@ def test_a_function_that_can_be_differentiated_once_is_refused():
         bc.observe(without_hessian, {"w": EXACT.w[0, 0]}, EXACT.data, steps=40, burn_in=2)
 
 
-def test_a_leaf_without_numbers_is_passed_over():
-    assert bc.observe(loss, {"w": BEST, "none": torch.zeros(0)}, (X, Y), steps=60, burn_in=20).free == D
+@pytest.mark.parametrize("chains", [1, 8])
+def test_a_leaf_without_numbers_is_passed_over_and_one_of_a_number_alone_is_not(chains):
+    params = {"w": BEST, "none": torch.zeros(0), "one": torch.tensor(0.0)}
+    of = {"none": lambda w: w["none"], "one": lambda w: w["one"]}
+    run = bc.observe(loss, params, (X, Y), of, chains=chains, steps=60, burn_in=20)
+    assert run.free == D + 1 and run.traces["none"].shape == (chains, 5, 0) and run.traces["one"].shape == (chains, 5)
 
 
 def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():

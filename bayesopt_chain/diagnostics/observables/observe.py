@@ -237,8 +237,8 @@ class Observed:
     @property
     def traces(self) -> dict[str, Tensor]:
         """The draws of the observables of which they are kept, by name: ``[chains, draws, *shape]``."""
-        names = self.record.kept
-        return {name: self.record.trace(name).reshape(self.chains, -1, *self.record.shapes[name]) for name in names}
+        kept = {name: self.record.trace(name) for name in self.record.kept}
+        return {name: x.reshape(*x.shape[:2], *self.record.shapes[name]) for name, x in kept.items()}
 
     def to_arviz(self) -> Any:
         """The traces for ArviZ (needs the extra ``diagnostics``).

@@ -288,7 +288,7 @@ class Target:
     def start(self, chains: int) -> Any:
         """The centre, stacked for so many chains; as it is for one."""
         axis = [chains] if chains > 1 else []
-        return optree.tree_map(lambda x: x.detach().expand(*axis, *x.shape).clone(), self.centre)
+        return optree.tree_map(lambda x: x.detach().expand((*axis, *x.shape)).clone(), self.centre)
 
     def course(self, chains: int, number: int, apart: bool = False) -> Any:
         """Batches for chains, drawn independently for each, whatever the order of the epochs that are given.
