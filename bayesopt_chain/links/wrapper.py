@@ -261,7 +261,7 @@ class _Skip:
         if bool(ok):
             updates, inner = self.tx.update(updates, state.inner, params=params, inplace=inplace, **extra)
             return updates, SkipState(inner, state.skipped if inplace else state.skipped.clone())
-        still = optree.tree_map(Tensor.zero_ if inplace else torch.zeros_like, updates)
+        still = optree.tree_map(Tensor.zero_ if inplace else torch.zeros_like, _first(updates, params))
         if inplace:
             return still, SkipState(state.inner, state.skipped.add_(1))
         return still, SkipState(optree.tree_map(torch.clone, state.inner), state.skipped + 1)
@@ -294,7 +294,7 @@ class _Skip:
         chosen = [_where(ok, b, a) for a, b in zip(old, new)]
         skipped = state.skipped + (~ok).to(torch.int64)
         if inplace:
-            moves = optree.tree_map(Tensor.copy_, updates, moves)
+            moves = optree.tree_map(Tensor.copy_, _first(updates, params), moves)
             chosen, skipped = [a.copy_(b) for a, b in zip(old, chosen)], state.skipped.copy_(skipped)
         return moves, SkipState(optree.tree_unflatten(structure, chosen), skipped)
 
@@ -347,6 +347,15 @@ def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
     if not isinstance(tx, GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"skip_nonfinite: tx is {tx!r}, not a gradient transformation")
     return SkipNonfinite(tx)
+
+
+def _first(updates: Any, params: Any) -> Any:
+    """Gradients shaped as the parameters: the first of those at several draws, which are stacked on a further axis 0."""
+    if params is None:
+        return updates
+    leaves, spec = optree.tree_flatten(updates, none_is_leaf=True)
+    pairs = zip(leaves, optree.tree_leaves(params, none_is_leaf=True))
+    return spec.unflatten([x if x is None or p is None or x.ndim == p.ndim else x[0] for x, p in pairs])
 
 
 def _where(ok: Tensor, x: Any, other: Any) -> Any:

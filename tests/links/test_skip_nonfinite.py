@@ -30,6 +30,7 @@ CHAINS = {
     "psgld": lambda: bc.samplers.psgld(0.02, temperature=0.1),
     "torchopt's adam": lambda: torchopt.adam(0.05),
     "vi": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=0.1),
+    "vi at two draws": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=0.1, n_samples=2),
 }
 GOOD = [torch.linspace(0, k, 20) for k in (1.0, 2.0, 3.0)]
 
@@ -89,7 +90,7 @@ def test_without_looking_the_result_is_the_same(name, inplace, monkeypatch):
     compare(name, inplace, False)
 
 
-@pytest.mark.parametrize("name", ["sghmc", "adam", "sgd", "vi"])
+@pytest.mark.parametrize("name", ["sghmc", "adam", "sgd", "vi", "vi at two draws"])
 def test_it_is_captured_without_a_branch(name):
     tx = bc.skip_nonfinite(CHAINS[name]())
     step, params = bc.make_step(loss, tx), start()
