@@ -277,7 +277,7 @@ class Likelihood(ABC):
     Attributes:
         name: for messages; nothing depends on it.
         support: where targets lie, ``None`` for values without an order. Default: the real line.
-        default_method: how :meth:`bayesopt_chain.FittedLaplace.predict` averages over outputs if nobody says: one of
+        default_method: how :meth:`bayesopt_chain.posterior.FittedLaplace.predict` averages over outputs if nobody says: one of
             ``methods``, or "linearized", which gives the whole predictive distribution.
         has_classes: whether targets are classes without an order, or yes and no, whose uncertainty is an entropy.
         methods: by their names the rules by which :meth:`expected_mean` works, the first by default: functions of a target's

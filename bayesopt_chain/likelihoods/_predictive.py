@@ -149,8 +149,8 @@ of_values = functools.partial(at_nodes, rule="mixed_below")
 
 @dataclass(frozen=True, eq=False)
 class Predictive:
-    """New targets ``p(y) = E_f p(y | f)``, made by :meth:`bayesopt_chain.FittedLaplace.predictive`, by the ``predict`` of an
-    ensemble, and for outputs of your own by ``likelihood.predictive`` and ``likelihood.mixture``.
+    """New targets ``p(y) = E_f p(y | f)``, made by :meth:`bayesopt_chain.posterior.FittedLaplace.predictive`, by the
+    ``predict`` of an ensemble, and for outputs of your own by ``likelihood.predictive`` and ``likelihood.mixture``.
 
     N data have targets at positions ``[N, *positions]``: one for each output, or one for each group of outputs (the classes of
     a token, a mean with its log variance).

@@ -34,7 +34,7 @@ IN_GRAPH = 1025  # nodes of a rule over one output
 
 
 class LinearizedHead(nn.Module):
-    """A network with a Gaussian over its linear last layer; made by :meth:`bayesopt_chain.FittedLaplace.module`.
+    """A network with a Gaussian over its linear last layer; made by :meth:`bayesopt_chain.posterior.FittedLaplace.module`.
 
     Called with the network's inputs it returns mean and variance of the targets.
     """
