@@ -195,8 +195,6 @@ class StudentT(Likelihood):
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
 
     def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
-        if self.df < 1:  # log W spreads over hundreds
-            return self.mixed(outputs, points)
         mean = outputs.mean.double()  # variances of far nodes are no numbers in single precision
         u, log_weights = (x.to(mean) for x in log_gamma(self.df / 2, points))
         log_noise = 2 * like(self.scale, mean).log() - u.reshape(-1, *[1] * mean.ndim)
@@ -315,7 +313,11 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
 
 
 @checks.takes(
-    df=checks.number("(0, 1e9]", hint="a larger one is likelihoods.gaussian(scale**2) to a billionth"),
+    df=checks.number(
+        "[1, 1e9]",
+        hint="above that it is likelihoods.gaussian(scale**2) to a billionth; below 1 the precision of a target spreads over "
+        "hundreds of powers of ten, and up to .5 no CRPS is finite",
+    ),
     scale=checks.POSITIVES,
 )
 def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
@@ -326,14 +328,14 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     scales that it cannot be done (10,000), that is an error.
 
     Args:
-        df: degrees of freedom, in (0, 1e9]; below 2 the variance of a target is infinite, which predictions say. Default 4.
+        df: degrees of freedom, in [1, 1e9]; up to 2 the variance of a target is infinite, which predictions say. Default 4.
         scale: in the targets' units: a number, or a tensor ``[*event]``. Default 1.
 
     Returns:
         A :class:`Likelihood`.
 
     Raises:
-        ValueError: numbers that are not positive, or ``df`` above 1e9; where it is used for targets of another shape, or NaN.
+        ValueError: ``df`` outside [1, 1e9], a scale that is not positive; where used for targets of another shape, or NaN.
 
     Example:
         >>> import torch
