@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
@@ -128,7 +129,7 @@ def _each(draws: Any, who: str, statistic: Callable[[Any, Any], Any]) -> Any:
     checks.installed(who, "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
-    def found(shape: Sequence[int], chained: bool, read: Callable[[int, int], Tensor]) -> Tensor:
+    def found(shape: Sequence[int], chained: bool, read: Callable[[slice], Tensor]) -> Tensor:
         size, n = shape[0], (shape[1] if len(shape) > 1 else 0) if chained else 1
         least = 8 if who == "r_hat" and n == 1 else 4
         if not n or size < least:
@@ -140,20 +141,17 @@ def _each(draws: Any, who: str, statistic: Callable[[Any, Any], Any]) -> Any:
         some = max(1, AT_ONCE // (8 * size * n))
         for low in range(0, width, some):
             high = min(low + some, width)
-            x = torch.stack([read(c * width + low, c * width + high) for c in range(n)], 1)  # [draws, chains, elements]
-            x = x.detach().to(torch.float64)
-            rows = torch.where(x.isfinite(), x, math.nan).permute(2, 1, 0).contiguous()
+            # [draws, chains, elements]
+            x = torch.stack([read(slice(c * width + low, c * width + high)) for c in range(n)], 1)
+            rows = torch.where(x.isfinite(), x.detach().double(), math.nan).permute(2, 1, 0).contiguous()
             parts.append(torch.as_tensor(statistic(array_stats, rows.cpu().numpy()), device="cpu"))
         return torch.cat(parts).reshape(event) if parts else torch.zeros(event, dtype=torch.float64, device="cpu")
 
     if not hasattr(draws, "shapes"):
-        return optree.tree_map(lambda x: found(x.shape, True, lambda a, b: x.reshape(len(x), -1)[:, a:b]), draws)
+        return optree.tree_map(lambda x: found(x.shape, True, lambda some: x.reshape(len(x), -1)[:, some]), draws)
 
-    def column(name: str) -> Callable[[int, int], Tensor]:
-        return lambda low, high: draws.column(f"params/{name}", elements=slice(low, high))
-
-    chained = draws.chains is not None
-    return draws._tree([found((len(draws), *shape), chained, column(n)) for n, shape in draws.shapes.items()])
+    columns = [(shape, partial(draws.column, f"params/{name}", slice(None))) for name, shape in draws.shapes.items()]
+    return draws._tree([found((len(draws), *shape), draws.chains is not None, read) for shape, read in columns])
 
 
 CAUTION = 1.5  # by which tau, itself an estimate, is enlarged

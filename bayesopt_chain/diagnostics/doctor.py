@@ -50,6 +50,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     hessian_product,
     initialised_devices,
     lanczos,
+    loss_at,
     rows_of,
     seed_all,
     size_of,
@@ -256,8 +257,7 @@ class _Data:
         self.is_finite = True
         for i, batch in enumerate(batches):
             try:
-                with torch.no_grad():
-                    self.is_finite &= bool(value(loss, params, batch)[0].isfinite())
+                self.is_finite &= bool(loss_at(loss, params, batch).isfinite())
             except Exception as err:
                 raise ValueError(
                     f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {checks.short(batch)}: {err}. batches= "
@@ -345,7 +345,7 @@ def _finite(m: Any) -> dict[str, Any]:
 
 def _moving(m: Any) -> dict[str, Any]:
     """Leaves and chains that stand still; leaves without noise may."""
-    temperatures, force = _forces(m.draws, m.tx, m.told)
+    temperatures, force = ({}, None) if m.tx is None else _forces(m.draws, m.tx, m.told)
     noiseless = m.leaves.keys() - temperatures.keys() if temperatures else set[str]()
     moving = [x.repeats for name, x in m.leaves.items() if name not in m.still]
     chain, halted = _halt(torch.stack(moving).all(0)) if moving and m.count >= 8 else (0, 0)
@@ -566,8 +566,8 @@ def _virials(m: Any) -> tuple[dict[str, Tensor], ...]:
         return torch.stack([part.mean() for part in x.split(sizes)])
 
     stiff = _stiffest(m, trees[-1][0], where)
-    parts = [[flat(optree.tree_leaves(tree, none_is_leaf=True)) for tree in row] for row in trees]
-    theta = torch.stack([torch.stack(row) for row in parts])
+    each = [flat(optree.tree_leaves(tree, none_is_leaf=True)) for row in trees for tree in row]
+    theta = torch.stack(each).unflatten(0, (len(trees), m.n))
     pooled = m.of is None and "modes" not in m.kinds
     half, rows = len(trees) // 2, list[Tensor]()
     for k, row in enumerate(trees):
@@ -642,9 +642,7 @@ def _chain(draw: Any, chains: int | None, c: int) -> Any:
 
 
 def _forces(draws: Draws, tx: Any, temperature: float | None) -> tuple[dict[str, float], Any]:
-    """Temperatures and forces of the chain, by its schedule at the last draw; no temperature without one."""
-    if tx is None:
-        return {}, None
+    """Temperatures and forces of the chain, by its schedule at the last draw."""
     try:
         step = int(draws.steps[-1]) - 1
     except KeyError:

@@ -136,13 +136,13 @@ def gradient_noise(
         # sums on a device may differ in their last places from one call to the next, which are no draws
         pairs = [(x, (x - y).norm()) for x, y in zip(first[0], again)]
         drawing = any(bool(off > torch.finfo(x.dtype).eps ** 0.5 * x.norm()) for x, off in pairs)
-        second = [again, *(gradients(loss, params, batch) for batch in used[1:])] if drawing else None
-    m, spec = len(used), optree.tree_structure(params)
-    stacked, draws = [torch.stack(leaf) for leaf in zip(*first)], None
-    if second is not None:
-        again = [torch.stack(leaf) for leaf in zip(*second)]
-        draws = [(x - y) / math.sqrt(2 * m) for x, y in zip(stacked, again)]
-        stacked = [(x + y) / 2 for x, y in zip(stacked, again)]
+        m, spec = len(used), optree.tree_structure(params)
+        stacked, draws = [torch.stack(leaf) for leaf in zip(*first)], None
+        if drawing:
+            others = (gradients(loss, params, batch) for batch in used[1:])
+            second = [torch.stack(leaf) for leaf in zip(again, *others)]
+            draws = [(x - y) / math.sqrt(2 * m) for x, y in zip(stacked, second)]
+            stacked = [(x + y) / 2 for x, y in zip(stacked, second)]
     finite = [leaf.reshape(m, -1).isfinite().all(1).cpu() for leaf in stacked]
     # a mean over no label at all is NaN, and its gradient zero
     finite.append(torch.stack([info.loss for _, info in found]).isfinite().cpu())
@@ -153,11 +153,11 @@ def gradient_noise(
             f"them number {int(bad[0]) + 1}; look for rows with NaN in them, and for batches without a label that counts"
         )
     means = [leaf.mean(0) for leaf in stacked]
-    sizes = [len(block) for block in blocks]
     # batches of an epoch share no datum; independent ones do, and have B instead of C
     share = 1.0 - 1.0 / steps_per_epoch if order == "independent" and steps_per_epoch else 1.0
     rows = [
-        torch.cat([part - part.mean(0) for part in leaf.split(sizes)]) / math.sqrt(freedom * share) for leaf in stacked
+        torch.cat([part - part.mean(0) for part in leaf.split([*map(len, blocks)])]) / math.sqrt(freedom * share)
+        for leaf in stacked
     ]
     gains = [torch.ones((), device=leaf.device) for leaf in means] if tx is None else read(tx, params, state).gains
     total = rows if draws is None else [torch.cat([x, y / math.sqrt(2)]) for x, y in zip(rows, draws)]
@@ -202,6 +202,12 @@ def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[
     return optree.tree_leaves(gradient(loss, params, batch)[0])
 
 
+@torch.no_grad()
+def loss_at(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
+    """The loss of a batch on the processor, 0-d, without a graph."""
+    return value(loss, params, batch)[0].cpu()
+
+
 def size_of(batch: Any) -> int | None:
     """The data in a batch: the length that most of its tensors have along axis 0; ``None`` without one."""
     lengths = Counter(len(x) for x in batch_trees.flatten(batch)[0] if torch.is_tensor(x) and x.ndim)
@@ -224,8 +230,7 @@ def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) ->
     try:
         for seed in range(2 * SEEDS):
             seed_all(seed)
-            with torch.no_grad():
-                found.append(value(loss, params, twice if seed < SEEDS else batch)[0].cpu())
+            found.append(loss_at(loss, params, twice if seed < SEEDS else batch))
     except Exception:  # a loss may know the size of its batch
         return None
     doubled, once = torch.stack(found).double().split(SEEDS)

@@ -66,9 +66,8 @@ from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read, require_unclipped
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
-from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._linear_system import Unstable, solve_lyapunov
-from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, require_like, scaled, unflatten
+from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, require_like, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
@@ -160,8 +159,8 @@ class Heating:
 
 
 CURVATURE = checks.Kind(
-    lambda x: isinstance(x, (Tensor, Precision)) or checks.FUNCTION.fits(x),
-    "a matrix [P, P], one of bayesopt_chain.precision, or a product on trees, such as bc.diagnostics.hessian_product gives",
+    lambda x: isinstance(x, Tensor) or checks.FUNCTION.fits(x),
+    "a matrix [P, P] or a product on trees, such as bc.diagnostics.hessian_product gives",
 )
 
 
@@ -192,9 +191,9 @@ def heating(
         order: of the batches; default: that of the ``bc.epochs`` which ``noise`` came from.
         steps_per_epoch: ``K = N / b``, at least 1; default likewise. Infinite for independent batches drawn with
             replacement.
-        curvature: of the mean loss per datum: a matrix ``[P, P]``, a :mod:`bayesopt_chain.precision` summed over its
-            data, or a product ``v -> H v`` on trees, such as :func:`hessian_product`. Negative curvature is left out.
-            Default: assume ``C = K T H``, and say so.
+        curvature: of the mean loss per datum: a matrix ``[P, P]``, or a product ``v -> H v`` on trees, such as
+            :func:`hessian_product`, or ``times`` of a :mod:`bayesopt_chain.precision` over its ``count``. Negative curvature is
+            left out. Default: assume ``C = K T H``, and say so.
         state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
         again: the noise at another draw, which :meth:`Heating.cool` needs: ``overlap`` says how much of it lies in the
             directions of the first.
@@ -335,7 +334,9 @@ def reduce(
 
     def curved(v: Tensor) -> Tensor:
         assert curve is not None
-        return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
+        image = curve(unflatten(roots * v, like))
+        require_like(image, like, "heating: what curvature returns")
+        return roots * flatten(image, like).to(dtype)
 
     if curve is not None:
         span = torch.cat([span, lanczos(curved, roots, rank, max_products=max_products)[1]])
@@ -446,8 +447,7 @@ def predict(system: Reduced, order: Order, steps: float) -> tuple[Heating, Loop,
             + (f", which was assumed from the noise and steps_per_epoch={steps:.6g}: pass curvature=" * system.assumed)
             + "; lower the learning rate"
         ) from None
-    mean, end = added(closed.M, closed.Gamma, system.C, system.D, order, steps)
-    mean, end = mean[:r, :r], end[:r, :r]
+    mean, end = (x[:r, :r] for x in added(closed.M, closed.Gamma, system.C, system.D, order, steps))
     values, vectors = torch.linalg.eigh(full)
     keep = values > SMALL * values.amax()
     whitening = vectors[:, keep] / values[keep].sqrt()
@@ -520,13 +520,7 @@ def _series(B: Tensor, P: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
-    """The curvature of the mean loss as a product on trees."""
-    if curvature is None:
-        return None
-    if isinstance(curvature, Precision):
-        if not float(curvature.count) > 0:
-            raise ValueError("heating: this curvature has seen no data; pass a precision summed over a batch")
-        return lambda tree: scaled(curvature.times(tree), 1.0 / float(curvature.count))
+    """The curvature of the mean loss as a product on trees; ``None`` where it is not given."""
     if isinstance(curvature, Tensor):
         size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
         if tuple(curvature.shape) != (size, size):
@@ -534,12 +528,7 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
         if bool((curvature - curvature.mT).abs().max() > 1e-3 * curvature.abs().max()):
             raise ValueError("heating: curvature must be symmetric; of a triangular root of it pass root @ root.mT")
         return lambda tree: unflatten(curvature.to(v := flatten(tree, like)) @ v, like)
-
-    def checked(tree: Tree) -> Tree:
-        require_like(found := curvature(tree), like, "heating: what curvature returns")
-        return found
-
-    return checked
+    return curvature
 
 
 def _largest(rows: Tensor, rank: int) -> Tensor:

@@ -56,12 +56,13 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     gradient_noise,
     hessian_product,
     initialised_devices,
+    loss_at,
     require_mean,
     size_of,
     trace,
 )
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
-from bayesopt_chain.loop.loss import gradient, value
+from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.testing._linear_system import solve_lyapunov, state_of
 from bayesopt_chain.trees import copied, unflatten
@@ -240,12 +241,10 @@ def suggest_lr(
         (25, 0.9)
     """
     with torch.random.fork_rng(devices=initialised_devices()):
-        momenta = _momenta(make_tx)
-        source = _source(data, seed)
+        momenta, source = _momenta(make_tx), _source(data, seed)
         _require_mean(loss, params, source)
         torch.manual_seed(seed)
-        adviser = _Adviser(make_tx, loss, params, source, momenta, tolerance, state, epochs)
-        return adviser.run()
+        return _Adviser(make_tx, loss, params, source, momenta, tolerance, state, epochs).run()
 
 
 class _Adviser:
@@ -276,9 +275,9 @@ class _Adviser:
         own, other = (
             [x for group in r.groups for x in (group.A, group.B[:, 0], group.D[0])] for r in (self.response, doubled)
         )
-        alike = all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in zip(own, other))
-        if not alike or not all(
-            torch.allclose(y, 2 * x, rtol=1e-4, atol=0.0) for x, y in zip(self.response.gains, doubled.gains)
+        if not (
+            all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in zip(own, other))
+            and all(torch.allclose(y, 2 * x, rtol=1e-4, atol=0.0) for x, y in zip(self.response.gains, doubled.gains))
         ):
             raise ValueError(
                 "suggest_lr: twice the lr does not move the parameters twice as far, or changes the momentum too, as twice the "
@@ -304,7 +303,6 @@ class _Adviser:
         some = islice(self.source.batches(best.batch_size), FEWEST)
         require_unclipped(tx, (gradient(self.loss, place, batch)[0] for batch in some for place in (self.params, end)))
         heating = self._largest(models, best.momentum, best.batch_size, 0.999 * best.stability)
-        reports = [self._report(model, best.momentum, best.batch_size, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]
         for note in notes:
             if note.kind == "unsure":
@@ -318,7 +316,7 @@ class _Adviser:
             best.stability,
             heating if heating < 0.99 * best.stability else math.inf,
             best.draws,
-            max(reports, key=lambda report: report.worst),
+            max(self._reports(models, best.momentum, best.batch_size, best.lr), key=lambda report: report.worst),
             self.passes,
             diverged,
             tuple([note.says for note in notes]),
@@ -336,9 +334,8 @@ class _Adviser:
             curved = trace(product, params, roots, PROBES)
             again = _again(system, [hessian_product(loss, params, [batch]) for batch in other])
         except RuntimeError as err:
-            lacks = "no second derivative" in str(err) or "setup_context" in str(
-                err
-            )  # an autograd.Function of old form
+            # setup_context: an autograd.Function of old form
+            lacks = any(words in str(err) for words in ("no second derivative", "setup_context"))
             if not isinstance(err, NotImplementedError) and not lacks:
                 raise
             raise ValueError(
@@ -347,8 +344,7 @@ class _Adviser:
                 "of an nn.Embedding"
             ) from err
         self.compared = self.compared or measured
-        with torch.no_grad():
-            levels = torch.stack([value(loss, params, batch)[0].double().cpu() for batch in self.compared])
+        levels = torch.stack([loss_at(loss, params, batch) for batch in self.compared]).double()
         level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
         _require_finite(level[0], "the mean loss of the batches that were measured")
         _require_finite(again[0], "the curvature of other data than those measured")
@@ -366,25 +362,27 @@ class _Adviser:
         system = replace(model.system, C=model.system.C / size, D=model.system.D / size)
         return rescaled(system, self.readings[momentum], lr / FIRST)
 
-    def _report(self, model: LocalModel, momentum: float | None, size: float, lr: float) -> Heating:
-        """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a point."""
+    def _reports(
+        self, models: Sequence[LocalModel], momentum: float | None, size: float, lr: float
+    ) -> Iterator[Heating]:
+        """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at each point."""
         steps = self.source.size / size
-        return predict(self._at(model, momentum, size, lr), self.source.order if steps > 1 else "independent", steps)[0]
+        order = self.source.order if steps > 1 else "independent"
+        return (predict(self._at(model, momentum, size, lr), order, steps)[0] for model in models)
 
     def _largest(self, models: Sequence[LocalModel], momentum: float | None, size: float, most: float) -> float:
         """The largest rate up to a limit that no point is too hot at."""
 
         def allowed(lr: float) -> bool:
             try:
-                return all(self._report(model, momentum, size, lr).worst <= self.tolerance for model in models)
+                return all(report.worst <= self.tolerance for report in self._reports(models, momentum, size, lr))
             except ValueError:  # the chain diverges
                 return False
 
         return largest(allowed, most)
 
-    def _candidates(self, models: Sequence[LocalModel], margin: float) -> list[Candidate]:
+    def _candidates(self, models: Sequence[LocalModel], margin: float) -> Iterator[Candidate]:
         """Each pair of momentum and batch size at the largest rate that both limits allow."""
-        candidates = []
         for mu in self.readings:
             stability = largest(
                 lambda lr, mu=mu: all(
@@ -394,8 +392,7 @@ class _Adviser:
             )
             for size in self.source.sizes:
                 lr = self._largest(models, mu, size, margin * stability)
-                candidates.append(Candidate(self._draws(models[-1], mu, size, lr), lr, mu, size, stability))
-        return candidates
+                yield Candidate(self._draws(models[-1], mu, size, lr), lr, mu, size, stability)
 
     def _draws(self, model: LocalModel, momentum: float | None, size: float, lr: float) -> float:
         """Effective draws an epoch in the slower of the mean and the largest curvature."""
@@ -413,8 +410,7 @@ class _Adviser:
     def _ends(self, candidate: Candidate, mode: LocalModel) -> Any:
         """Where a trial run from ``params`` comes to; ``None`` where it diverges."""
         steps_per_epoch = self.source.size / candidate.batch_size
-        fewest, most = STEPS
-        steps = int(max(fewest, min(most, 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
+        steps = int(max(STEPS[0], min(STEPS[1], 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
         tx, params, losses = self.make(candidate.lr, candidate.momentum), self.params, []
         step = make_step(self.loss, tx)
         state = state_of(tx, params) if self.state is None else copied(self.state)
@@ -422,9 +418,8 @@ class _Adviser:
             params, state, info = step(params, state, batch)
             losses.append(info.loss)
             if not math.isfinite(info.loss):  # of the chain, or of the batch, which no smaller rate mends
-                with torch.no_grad():
-                    here = float(value(self.loss, self.params, batch)[0])
-                _require_finite(here, f"at params the loss of batch {len(losses)} of the trial run")
+                here = loss_at(self.loss, self.params, batch)
+                _require_finite(float(here), f"at params the loss of batch {len(losses)} of the trial run")
                 break
         self.passes += len(losses) / steps_per_epoch
         level, error = mode.level
@@ -437,14 +432,13 @@ class _Adviser:
     def _notes(self, best: Candidate, models: Sequence[LocalModel], margin: float) -> Iterator[Finding]:
         """What limits the rate, what would buy more, and what was noticed."""
         size, (again, error) = int(self.source.size), max(models, key=lambda model: model.top).again
-        unsure = not (again - error > 1 / KNOWN and again + error < KNOWN)
         full = self._draws(models[-1], best.momentum, size, margin * best.stability)
         m = SimpleNamespace(
             tolerance=self.tolerance, stability=best.stability, slow=margin * best.stability, lr=best.lr,
             has_more=best.batch_size < size and full > FAR * best.draws,
             more=full / best.draws, parts=math.ceil(size / best.batch_size),
             draws=any(bool(model.system.D.any()) for model in models),
-            unsure=unsure, again=again, error=error,
+            unsure=not (again - error > 1 / KNOWN and again + error < KNOWN), again=again, error=error,
             more_data="" if math.isinf(self.allowed) else " A larger epochs= pays for measuring more of them.",
             fell=models[0].level[0] - models[1].level[0], noise=self.temperature * models[0].moving,
             # one with the chain's own weight decay is none of the loss alone
@@ -596,8 +590,7 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
         batch_trees.tree_map(lambda x, at=at: x[at], batch)
         for at in (slice(2 * half), slice(half), slice(half, 2 * half))
     ]
-    with torch.no_grad():
-        whole, *halves = (float(value(loss, params, part)[0]) for part in parts)
+    whole, *halves = (float(loss_at(loss, params, part)) for part in parts)
     _, error = require_mean("suggest_lr", loss, params, parts[0])
     draws = error > 0 or not math.isfinite(whole)
     is_mean = abs(whole - sum(halves) / 2) <= 1e-3 * max(map(abs, (whole, *halves)))

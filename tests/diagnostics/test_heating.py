@@ -224,14 +224,14 @@ def test_the_span_of_noise_and_curvature_is_enough():
     assert report.worst == pytest.approx(worst_ratio(full, total), rel=1e-7)
 
 
-def test_curvature_may_be_a_matrix_a_precision_or_a_product():
+def test_curvature_may_be_a_matrix_or_a_product():
     tx, K = bc.sghmc(0.02, temperature=T), 30
     H, C = coupled(4, 1)
     like = torch.zeros(4, dtype=DOUBLE)
     precision = bc.precision.Dense(50 * H, like, torch.tensor(50.0))  # summed over 50 data
     reports = [
         heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=form)
-        for form in (H, lambda v: H @ v, precision)
+        for form in (H, lambda v: H @ v, lambda v: precision.times(v) / precision.count)
     ]
     for report in reports[1:]:
         assert torch.allclose(report.excess, reports[0].excess, rtol=1e-9) and "curvature given" in str(report)
