@@ -486,7 +486,8 @@ def _signature(state) -> list:
 
 def bits(x: Tensor) -> Tensor:
     """The tensor's bytes, a vector, so that -0.0 differs from 0.0."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    # contiguous() keeps any stride of an axis of length 1, which a view as bytes refuses
+    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
@@ -501,7 +502,7 @@ def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
 
     Example:
         >>> import torch
-        >>> assert_bitwise_equal([torch.zeros(2)], [torch.zeros(2)])
+        >>> assert_bitwise_equal([torch.zeros(2), torch.zeros(1)], [torch.zeros(2), torch.zeros(4)[::4]])
     """
     a, b = optree.tree_leaves(ours), optree.tree_leaves(theirs)
     assert len(a) == len(b), f"{what}: {len(a)} leaves against {len(b)}"
