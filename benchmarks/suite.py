@@ -69,7 +69,7 @@ def timed(*command: str) -> dict[str, Any]:
     return {
         "seconds": {"wall": round(wall, 1), "processors": round(processors, 1)},
         **ended,
-        "failures": re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M),
+        "failures": re.findall(r"^(?:FAILED|ERROR|make: \*\*\*) (\S+)", said, re.M),
         "load": round(load, 1),
         "of": platform.processor(),
     }

@@ -73,7 +73,7 @@ class Slots:
             ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
         # a tree of tuples, handed back, has the leaves that it had
-        is_last = (tree is not None and tree is self.own) or has_leaves(tree, self.spec, self.leaves)
+        is_last = (self.own is not None and tree is self.own) or has_leaves(tree, self.spec, self.leaves)
         if not (is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses):
             self.load(*optree.tree_flatten(tree), what)
 
