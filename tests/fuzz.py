@@ -446,6 +446,7 @@ INNER = {
         "require",
         "require_values",
         "mixed",
+        "mixed_below",
         "nodes",
         "widened",
         "smoothed",

@@ -11,9 +11,9 @@ Lambda, the batch's rows r (so that ``sum r r^T`` is its Fisher information) and
     update     Lambda <- Lambda + sum r r^T,      theta <- theta + Lambda^-1 f,
 
 where ``f = -B g`` for B data and the mean gradient g of the negative log-likelihood, and ``f = sum r e`` for whitened
-innovations e. The log evidence grows by
+innovations e. The log evidence grows by::
 
-    log int p(y | theta) N(theta; m, Lambda^-1) = l - 1/2 log |Lambda'| / |Lambda| - 1/2 q,
+    log int p(y | theta) N(theta; m, Lambda^-1) = l - 1/2 log(det Lambda' / det Lambda) - 1/2 q,
         q = min_d |e - r d|^2 + d^T Lambda d    with l = log p(y | m) + |e|^2 / 2,
         q = -f^T d,  d = Lambda'^-1 f           with l = log p(y | m), where the innovations are not known,
 
