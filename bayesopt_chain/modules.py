@@ -180,6 +180,14 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         ) from err
 
 
+def reset_adapters(layer: nn.Module) -> bool:
+    """Draw the adapters of one layer of PEFT anew, as PEFT starts them; returns whether the layer has any."""
+    reset: Any = getattr(layer, "reset_lora_parameters", None)
+    for name in layer.lora_A if callable(reset) else ():  # pyright: ignore[reportGeneralTypeIssues]
+        reset(name, True)
+    return callable(reset)
+
+
 def _places(module: nn.Module, tensors: Tensors) -> list[tuple[dict[str, Any], str]] | None:
     """Where a module holds the parameters and buffers of these names: by a name's last part, in one of the dictionaries of a
     submodule. ``None`` where anything else is meant, such as an attribute, or what is no tensor.

@@ -33,7 +33,7 @@ from bayesopt_chain.ensemble.stages import Stages, damage_named
 from bayesopt_chain.ensemble.training import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Problem, Trained, Training
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.likelihoods._likelihood import REAL
-from bayesopt_chain.modules import Tensors, arguments_of, as_pair, unshared_statistics, write_back
+from bayesopt_chain.modules import Reader, Tensors, arguments_of, as_pair, unshared_statistics, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
@@ -476,10 +476,12 @@ def posterior_ensemble(
         raise ValueError(f"{WHO}chains={chains!r} run in one process: pass chains=None, or mesh=None")
     if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
-    raw, loaders = read(data)
+    batch, loaders = read(data)
+    raw = Data(*as_pair(batch), batches.size(batch))
     device = batches.flatten(raw.inputs)[0][0].device
     networks = members_of(make_model, members, seed, device, raw.inputs_of(2))
-    raw, moved = raw.of(networks.still.module)
+    reader = Reader(networks.still.module)  # which knows what the module takes, and whether it moves labels itself
+    raw = Data(*reader(batch), raw.size)
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
     pair = raw.folds(held_out, seed)
@@ -511,7 +513,7 @@ def posterior_ensemble(
         "held_out": held_out,
         "standardize": standardize,
         "seed": seed,
-        **({"labels": "those of the next token"} if moved else {}),
+        **({"labels": "those of the next token"} if reader.own == "moves" else {}),
     }
     about = {**chosen, "lr": lr}
     if path is not None or mesh is not None:  # what another process or rank is to have too
@@ -520,8 +522,14 @@ def posterior_ensemble(
             **described(networks, likelihood),
         }
     stages = Stages(path, about, device, mesh, progress)
-    made = {"params": networks.params, "buffers": networks.buffers}
-    start = stages.once("start", lambda: made | {"axes": principal_axes(networks, raw, scale)})
+    start = stages.once(
+        "start",
+        lambda: {
+            "params": networks.params,
+            "buffers": networks.buffers,
+            "axes": principal_axes(networks, raw, scale),
+        },
+    )
     stages.of_first(networks.require_start, start["params"])
     networks = networks._replace(params=start["params"], buffers=start["buffers"])
     floor = held.FLOOR if unit is None else held.FLOOR - unit.log().flatten() / 2
@@ -553,8 +561,11 @@ def posterior_ensemble(
         if not training.done.pilots:
             raise
         failure = stages.name, err
-    chosen |= {"steps": training.done.steps[0], "lr": found["lr"]}
-    chosen |= {"axes": "principal ones of collinear inputs"} if start["axes"] else {}
+    chosen |= {
+        "steps": training.done.steps[0],
+        "lr": found["lr"],
+        **({"axes": "principal ones of collinear inputs"} if start["axes"] else {}),
+    }
     return _finished(training, chosen, found["passes"], began, scale, alike, failure, drawn)
 
 

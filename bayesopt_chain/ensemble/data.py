@@ -25,7 +25,7 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._numbers import LearnedGaussian, StudentT
-from bayesopt_chain.modules import Reader, as_pair, batch_inputs, logits_of
+from bayesopt_chain.modules import as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
@@ -40,14 +40,6 @@ class Data(NamedTuple):
     inputs: Any
     targets: Any
     size: int
-    raw: Any = None  # what they were read from
-
-    def of(self, module: nn.Module) -> tuple[Data, bool]:
-        """The data as this module is to see them, and whether its labels had to be moved to the next token's
-        (:class:`bayesopt_chain.modules.Reader`)."""
-        read = Reader(module)
-        inputs, targets = read(self.raw)
-        return self._replace(inputs=inputs, targets=targets, raw=None), read.own == "moves"
 
     def take(self, rows: Tensor) -> tuple[Any, Any]:
         """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``."""
@@ -204,8 +196,9 @@ def far_off(tables: Any, moments: Sequence[tuple[Tensor, Tensor] | None]) -> int
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw
-def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tuple[Data, int | None]:
-    """All data, at least so many, and the batch size that the user's loader or epochs have; ``who`` asks for them.
+def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tuple[Any, int | None]:
+    """All data, at least so many, as one batch, and the batch size that the user's loader or epochs have; ``who`` asks for
+    them.
 
     Raises:
         TypeError: nothing that data can be read from, or no tensors.
@@ -238,7 +231,7 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
     if n < least:
         raise ValueError(f"{who}: {n} data are too few to leave some out: at least {least}")
     require_inputs(who, inputs)
-    return Data(inputs, targets, n, data), size
+    return data, size
 
 
 def require_inputs(who: str, inputs: Any) -> None:

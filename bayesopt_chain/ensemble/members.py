@@ -29,6 +29,7 @@ from bayesopt_chain.modules import (
     inner_of,
     make_functional,
     one_by_one,
+    reset_adapters,
 )
 from bayesopt_chain.runs.run import describe
 
@@ -146,8 +147,6 @@ class Products(TorchDispatchMode):
         elif kind == "convolution":
             (_, weight, _, strides, *_, transposed, _, groups), factors = args, args[1:2]
             size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
-        elif kind == "embedding":
-            factors = args[:1]
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
             self.known[out.untyped_storage().data_ptr()] = name, out
         for name in filter(None, map(self.name_of, factors)):
@@ -308,10 +307,7 @@ def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
 def _draw_anew(module: nn.Module) -> None:
     done = set[int]()
     for name, layer in module.named_modules():
-        lora: Any = getattr(layer, "reset_lora_parameters", None)
-        if callable(lora):
-            for adapter in layer.lora_A:  # pyright: ignore[reportGeneralTypeIssues]
-                lora(adapter, True)
+        if reset_adapters(layer):
             done |= {id(p) for n, p in layer.named_parameters() if "lora_" in n}
         every = [*layer.parameters(recurse=False)]
         if all(id(p) in done for p in every if p.requires_grad):

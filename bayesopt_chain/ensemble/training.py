@@ -54,6 +54,7 @@ from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members, mapped
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.links.gaussian_prior import fan_in
 from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.modules import Tensors
 from bayesopt_chain.random.model_draws import model_draws
@@ -138,12 +139,13 @@ class Problem:
     def fan_in(self) -> Tensor:
         """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions the
         numbers of it that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
-        sizes, found = [], self.members.products(self.data.inputs_of(2))
-        for name, x in self.members.first[0].items():
-            layer = type(self.members.still.module.get_submodule(name.rpartition(".")[0])).__module__
-            opaque = x[0].numel() if x.ndim > 1 and layer.startswith("torch.nn") else 1  # as of fused recurrent layers
-            sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
-        return torch.cat(sizes)
+        module, found = self.members.still.module, self.members.products(self.data.inputs_of(2)).sizes
+        for name, size in fan_in(module).items():  # by their shapes, as of fused recurrent layers
+            if type(module.get_submodule(name.rpartition(".")[0])).__module__.startswith("torch.nn"):
+                found.setdefault(name, size)
+        return torch.cat(
+            [torch.full_like(x, found.get(name, 1)).flatten() for name, x in self.members.first[0].items()]
+        )
 
     def folds_of(self, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[held.Fold]:
         """The folds, with the outputs of some members (default: of all)."""
@@ -460,10 +462,9 @@ class Training:
                     }
                     stages.write("training under way", at)
             steps, more = self.done.steps
-            pilots_end = t == steps and not self.done.ends
-            if pilots_end or t in renewals:
+            if t == steps or t in renewals:
                 self.look()
-                if pilots_end:
+                if t == steps:
                     self.choose()
                 else:
                     self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])

@@ -53,7 +53,7 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
-from bayesopt_chain.modules import LEFT_OUT, arguments_of, in_mode, inner_of, write_back
+from bayesopt_chain.modules import LEFT_OUT, arguments_of, in_mode, inner_of, reset_adapters, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
@@ -231,11 +231,11 @@ def _problem(
         raise ValueError(
             "bayesian_lora: no parameter of the model asks for a gradient: pass a PEFT model with its adapter on"
         )
-    held, _ = read(data, least=1, who="bayesian_lora")
-    if not isinstance(held.raw, Mapping):
+    batch, _ = read(data, least=1, who="bayesian_lora")
+    if not isinstance(batch, Mapping):
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
     possible = None if answers is None else list(answers)
-    inputs, targets = AnswerReader(model, possible)(held.raw)
+    inputs, targets = AnswerReader(model, possible)(batch)
     if targets.is_floating_point():
         raise TypeError(f"bayesian_lora: labels are {targets.dtype}: pass numbers of tokens, int64")
     if targets.ndim != 2:
@@ -250,7 +250,8 @@ def _problem(
         own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         require_like(prior.mean, own, "bayesian_lora: prior")
         prior = prior.factorised()
-    return _Problem(model, Data(inputs, targets, held.size), possible, min(batch_size, held.size), seed, prior)
+    size = len(targets)
+    return _Problem(model, Data(inputs, targets, size), possible, min(batch_size, size), seed, prior)
 
 
 @dataclass(frozen=True)
@@ -288,9 +289,7 @@ class _Problem:
         with torch.random.fork_rng(devices={p.get_device() for p in self.named.values() if p.is_cuda}):
             torch.manual_seed(1000 * self.seed + k)
             for layer in self.model.modules():
-                reset: Any = getattr(layer, "reset_lora_parameters", None)
-                for name in layer.lora_A if callable(reset) else ():  # pyright: ignore[reportGeneralTypeIssues]
-                    reset(name, True)
+                reset_adapters(layer)
             write_back(self.model, {} if self.prior is None else self.prior.mean)
             yield
 

@@ -356,20 +356,17 @@ class Even:
 def test_a_loaders_sampler_says_which_data_there_are():
     pairs = TensorDataset(X, Y)
     held, _ = read(DataLoader(pairs, 16, sampler=SubsetRandomSampler([3, 1, *range(20, 30)]), drop_last=True))
-    assert torch.equal(held.inputs, X[[1, 3, *range(20, 30)]])
-    assert torch.equal(read(DataLoader(pairs, 16, sampler=Even()))[0].inputs, X[::2])
-    assert torch.equal(read(DataLoader(pairs, 16, shuffle=True))[0].inputs, X)
+    assert torch.equal(held[0], X[[1, 3, *range(20, 30)]])
+    assert torch.equal(read(DataLoader(pairs, 16, sampler=Even()))[0][0], X[::2])
+    assert torch.equal(read(DataLoader(pairs, 16, shuffle=True))[0][0], X)
     few = RandomSampler(pairs, num_samples=20)
-    assert len(read(DataLoader(pairs, 16, sampler=few))[0].inputs) == 20
+    assert len(read(DataLoader(pairs, 16, sampler=few))[0][0]) == 20
     with pytest.raises(ValueError, match="RandomSampler gives data more than once"):
         read(DataLoader(pairs, 16, sampler=RandomSampler(pairs, replacement=True, num_samples=200)))
     with pytest.raises(ValueError, match="list gives data more than once"):
         read(DataLoader(pairs, batch_sampler=[list(range(9)), [8, 9]]))
     before = torch.get_rng_state()
-    assert (
-        len(read(DataLoader(pairs, batch_sampler=BatchSampler(SubsetRandomSampler(range(20)), 9, True)))[0].inputs)
-        == 20
-    )
+    assert len(read(DataLoader(pairs, batch_sampler=BatchSampler(SubsetRandomSampler(range(20)), 9, True)))[0][0]) == 20
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -377,7 +374,7 @@ def test_a_loaders_sampler_says_which_data_there_are():
 def test_what_epochs_leave_out_is_not_read(data):
     found, size = read(bc.epochs(data, 8, leave_out=torch.tensor([0, 5])))
     kept = [i for i in range(N) if i not in (0, 5)]
-    assert size == 8 and torch.equal(found.inputs, X[kept]) and torch.equal(found.targets, Y[kept])
+    assert size == 8 and torch.equal(found[0], X[kept]) and torch.equal(found[1], Y[kept])
 
 
 def opened_as(file, module=MAKE, likelihood=GAUSSIAN):

@@ -435,7 +435,7 @@ def products(net, x):
     h = net.norm((x @ net.right) * net.gain[0] + net.added.sum(0))
     a = h @ net.turned.T + h @ net.copied.double().to(h.dtype)
     b = net.table(torch.zeros(len(x), dtype=torch.long)) @ net.table.weight.T
-    c = net.conv(net.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2))
+    c = net.conv(net.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2)) + net.bag(x[:, :1].long() * 0).sum(1)
     d = (h[..., None] * net.weighed).sum(-2) + (a[:, :, None] * net.repeated).sum(1)
     return (h @ net.vector + d.mean(1) + a.sum(1) + c + net.lstm(a[:, None])[0].sum((1, 2)))[:, None]
 
@@ -444,7 +444,11 @@ def of_products():
     sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
     sizes |= {"weighed": (5, 4), "repeated": (4,)}
     layers = {"table": nn.Embedding(4, 7), "norm": nn.LayerNorm(5), "up": nn.ConvTranspose1d(4, 6, 2, 2)}
-    layers |= {"conv": nn.Conv1d(6, 3, 5, padding=2), "lstm": nn.LSTM(7, 2, batch_first=True)}
+    layers |= {
+        "conv": nn.Conv1d(6, 3, 5, padding=2),
+        "lstm": nn.LSTM(7, 2, batch_first=True),
+        "bag": nn.EmbeddingBag(9, 4),
+    }
     return Net(products, **layers, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
 
 
@@ -462,6 +466,7 @@ def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(
         "added": 1,
         "gain": 1,
         "table.weight": 7,
+        "bag.weight": 1,
     }
     wanted |= {"norm.weight": 1, "norm.bias": 1, "up.weight": 4, "up.bias": 1, "conv.weight": 30, "conv.bias": 1}
     wanted |= {"lstm.weight_ih_l0": 7, "lstm.weight_hh_l0": 2, "lstm.bias_ih_l0": 1, "lstm.bias_hh_l0": 1}
