@@ -332,7 +332,7 @@ def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:
     whatever the linear algebra library returns; here it is such that ``sum_m exp(-m / M) v_m`` is positive, so that the rows
     depend on neither the library nor the batching.
     """
-    _, rotation = torch.linalg.eigh(gram(rows))
+    _, rotation = torch.linalg.eigh(gram(rows).nan_to_num(0.0, 0.0, 0.0))  # it refuses NaN, which the rows hand on
     m = torch.arange(rotation.shape[-1], dtype=rotation.dtype, device=rotation.device)
     sign = torch.where(torch.exp(-m / len(m)) @ rotation < 0, -1.0, 1.0).to(rotation.dtype)
     longest_first = (rotation * sign).mT.flip(0)
