@@ -66,13 +66,14 @@ from bayesopt_chain.posterior.gaussian import (
     Alone,
     Gaussian,
     PosteriorTransformation,
+    over_prior,
     require_numbers,
     require_these,
     require_values,
     times,
     warn_of_rounding,
 )
-from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, Woodbury, flatten, shape_only, unflatten
+from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, Woodbury, flatten, unflatten
 from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.schedules import is_number, is_schedule
@@ -90,6 +91,7 @@ from bayesopt_chain.trees import (
     size,
     spread,
     upcast,
+    wide,
 )
 
 __all__ = ["KalmanFilter", "Observation", "dense", "diagonal", "low_rank", "observe"]
@@ -293,46 +295,22 @@ def weighed(known: Observation, g: list, leaves: list[Tensor], lr: float | Tenso
     )
 
 
-class Tally(NamedTuple):
-    """What every filter counts.
+class FilterState(NamedTuple):
+    """What a filter remembers.
 
     Attributes:
-        seen: the number of data so far, 0-d, float64.
+        precision: the information Lambda over the tuple of leaves, in float32 at least: of the dense filter its Cholesky
+            factor, of the others a diagonal and the rows W^T, of which the diagonal filter has none. Its ``count`` is the
+            number of data so far, 0-d, float64.
         updates: the number of updates so far, 0-d, int64.
         log_evidence: of the scored data, in nats, 0-d, float64.
         scored: the number of data whose likelihood was known, 0-d, float64.
     """
 
-    seen: Tensor
+    precision: Any
     updates: Tensor
     log_evidence: Tensor
     scored: Tensor
-
-
-class DenseFilterState(NamedTuple):
-    """What the dense filter remembers.
-
-    Attributes:
-        root: ``[P, P]``, lower triangular with a positive diagonal: ``Lambda = root root^T``.
-        tally: what every filter counts.
-    """
-
-    root: Tensor
-    tally: Tally
-
-
-class LowRankFilterState(NamedTuple):
-    """What the low-rank and the diagonal filter remember.
-
-    Attributes:
-        diagonal: y, one tensor for each parameter, in float32 at least.
-        rows: W^T, ``[rank, *leaf.shape]`` for each parameter; ``()`` of the diagonal filter.
-        tally: what every filter counts.
-    """
-
-    diagonal: tuple[Tensor, ...]
-    rows: tuple[Tensor, ...]
-    tally: Tally
 
 
 Conditioned = tuple[list[Tensor], Any, Tensor, Tensor]
@@ -340,7 +318,9 @@ Conditioned = tuple[list[Tensor], Any, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Filter(Alone, Link, ABC):
-    """A link that holds the information in some form. Leaves are the parameters that are present."""
+    """A link that holds the information in some structure. Leaves are the parameters that are present."""
+
+    state = FilterState
 
     lr: Number = 1.0
     prior: Gaussian | None = field(default=None, hash=False, compare=False)
@@ -364,61 +344,53 @@ class Filter(Alone, Link, ABC):
             raise ValueError(f"{self.name}: prior has a precision of its own: leave prior_precision out")
 
     @abstractmethod
-    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
-        """The state of a prior.
+    def start(self, prior: Precision, leaves: list[Tensor]) -> Any:
+        """The information of a prior, in tensors of its own.
 
         Raises:
-            ValueError: a prior that this form cannot hold.
+            ValueError: a prior that this structure cannot hold.
         """
 
     @abstractmethod
-    def forget(self, state: Any) -> Any:
-        """The state with the information times ``forgetting``."""
+    def walk(self, before: Any, noise: list[Tensor], leaves: list[Tensor]) -> Any:
+        """The information after a random walk of the parameters, whose variances are like the leaves."""
 
     @abstractmethod
-    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> Any:
-        """The state after a random walk of the parameters, whose variances are like the leaves."""
-
-    @abstractmethod
-    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
-        """What a weighed batch makes of a predicted state.
+    def condition(self, before: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
+        """What a weighed batch makes of the predicted information.
 
         Returns:
-            The mean's moves, like the leaves; the state with the information after the update; the growth
-            ``log |Lambda'| / |Lambda|``, 0-d; the misfit q of the module's docstring, 0-d.
+            The mean's moves, like the leaves; the information after the update; the growth ``log |Lambda'| / |Lambda|``, 0-d;
+            the misfit q of the module's docstring, 0-d.
         """
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
-        """The new state, in which leaves that do not move keep their old information, where leaves are independent."""
+        """The new information, in which leaves that do not move keep the old one, where leaves are independent."""
         return new
 
-    @abstractmethod
-    def shapes(self, state: Any) -> list | int:
-        """The parameters' shapes that the state remembers, or their number."""
-
-    @abstractmethod
-    def precision(self, state: Any, params: Any) -> Precision:
+    def precision(self, state: FilterState, params: Any) -> Any:
         """Lambda over the tree of params."""
+        structure = optree.tree_structure(params)
+        return state.precision._make(structure.unflatten(x) if isinstance(x, tuple) else x for x in state.precision)
 
     def init(self, leaves: list, context: LinkContext) -> Any:
         params = context.tree(leaves)
         checks.samplable(leaves, context.paths)
         checks.with_values("ekf", "params", leaves, context.paths)
-        device = leaves[0].device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        count = torch.zeros((), dtype=torch.int64, device=device)
+        none, zero = (torch.zeros((), dtype=kind, device=leaves[0].device) for kind in (torch.int64, torch.float64))
         if not is_schedule(self.transition_noise):
-            self._noise(self.transition_noise, count, params)
-        return self.start(self._prior(params), upcast(leaves), Tally(zero, count, zero.clone(), zero.clone()))
+            self._noise(self.transition_noise, none, params)
+        first = self.start(self._prior(leaves, context), leaves)._replace(count=zero)
+        return FilterState(first, none, zero.clone(), zero.clone())
 
-    def _prior(self, params: Any) -> Precision:
+    def _prior(self, leaves: list[Tensor], context: LinkContext) -> Precision:
         """The precision to start from."""
         if self.prior is not None:
-            require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
+            mean = over_prior(self.prior, leaves, context)
+            require_values(mean, self.prior.mean, f"{self.name}: params", "prior.mean")
             return self.prior.precision
-        values = self._numbers(self.prior_precision, params, "prior_precision")
-        tree = optree.tree_unflatten(optree.tree_structure(params), values)
-        return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
+        values = self._numbers(self.prior_precision, context.tree(leaves), "prior_precision")
+        return Diagonal(values, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
     def _noise(self, value: Any, updates: Tensor, params: Any) -> list[Tensor] | None:
         """Variances of the random walk before update number ``updates``, like the leaves of ``params``."""
@@ -436,19 +408,18 @@ class Filter(Alone, Link, ABC):
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
         leaves, moving = upcast(context.params), [x is not None for x in g]
-        params = context.tree(leaves)
-        lr = self._lr(context.extra.get("lr", self.lr), state.tally.updates)
+        lr = self._lr(context.extra.get("lr", self.lr), state.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
-        noise = self._noise(noise, state.tally.updates, params)
-        predicted = state if self._is_default("forgetting", 1.0) else self.forget(state)
+        noise = self._noise(noise, state.updates, context.tree(leaves))
+        known = state.precision
+        predicted = known if self._is_default("forgetting", 1.0) else known.scale(self.forgetting)
         predicted = predicted if noise is None else self.walk(predicted, noise, leaves)
         batch = weighed(information(context, self.name), upcast(g), leaves, lr)
         moves, new, growth, misfit = self.condition(predicted, batch, leaves)
         gained, scored = evidence(batch, growth, misfit)
-        seen, updates, log_evidence, known_of = state.tally
-        tally = Tally(seen + batch.seen, updates + 1, log_evidence + gained, known_of + scored)
-        new = self.only(state, new, moving)._replace(tally=tally)
-        return [move.to(p.dtype) if m else None for move, p, m in zip(moves, context.params, moving)], new
+        new = self.only(known, new, moving)._replace(count=known.count + batch.seen)
+        state = FilterState(new, state.updates + 1, state.log_evidence + gained, state.scored + scored)
+        return [move.to(p.dtype) if m else None for move, p, m in zip(moves, context.params, moving)], state
 
     def _lr(self, value: Number, updates: Tensor) -> float | Tensor:
         """The learning rate now."""
@@ -482,31 +453,27 @@ def evidence(batch: Observation, growth: Tensor, misfit: Tensor) -> tuple[float 
 @dataclass(frozen=True)
 class DenseFilter(Filter):
     name = "ekf.dense"
-    state = DenseFilterState
 
-    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DenseFilterState:
+    def start(self, prior: Precision, leaves: list[Tensor]) -> Cholesky:
         dtype = common_dtype(leaves)
         require_dense_fits(size(leaves), dtype, leaves[0].device)
         if isinstance(prior, Diagonal):
-            return DenseFilterState(
-                torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), tally
-            )
-        known = prior.factorised()
-        root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
-        return DenseFilterState(root.detach().to(dtype).clone(), tally)
+            root = torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt())
+        else:
+            known = prior.factorised()
+            root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
+        like = tuple(torch.zeros_like(p).detach() for p in leaves)  # tensors of a state share no memory
+        return Cholesky(root.detach().to(dtype).clone(), like, prior.count)
 
-    def forget(self, state: Any) -> DenseFilterState:
-        return state._replace(root=times(state.root, self.forgetting**0.5))
-
-    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> DenseFilterState:
-        root, parameters = state.root.mT, len(state.root)
+    def walk(self, before: Cholesky, noise: list[Tensor], leaves: list[Tensor]) -> Cholesky:
+        root, parameters = before.factor.mT, len(before.factor)
         walked = root * flatten(noise, leaves).to(root.dtype).sqrt()
         first = torch.eye(parameters, 2 * parameters, dtype=root.dtype, device=root.device)
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
-        return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
+        return before._replace(factor=_triangle(stacked)[parameters:, parameters:].mT)
 
-    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
-        root = state.root.mT
+    def condition(self, before: Cholesky, batch: Observation, leaves: list[Tensor]) -> Conditioned:
+        root = before.factor.mT
         parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
         if batch.innovation is None:
@@ -522,14 +489,8 @@ class DenseFilter(Filter):
             misfit = left if batch.force is None else -solved.square().sum()
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
         growth = 2 * (upper.diagonal() / root.diagonal()).log().sum()
-        after = upper.mT.clone(memory_format=torch.contiguous_format)
-        return unflatten(moves, leaves), state._replace(root=after), growth, misfit
-
-    def shapes(self, state: Any) -> int:
-        return state.root.shape[-1]
-
-    def precision(self, state: Any, params: Any) -> Cholesky:
-        return Cholesky(state.root, shape_only(params), state.tally.seen)
+        after = before._replace(factor=upper.mT.clone(memory_format=torch.contiguous_format))
+        return unflatten(moves, leaves), after, growth, misfit
 
 
 def _triangle(stacked: Tensor) -> Tensor:
@@ -575,39 +536,33 @@ class LowRankFilter(Filter):
     """A diagonal and as many directions as the rank; the diagonal filter is that of rank 0."""
 
     rank: int = 0
-    state = LowRankFilterState
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "ekf.low_rank" if self.rank else "ekf.diagonal"
 
-    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> LowRankFilterState:
+    def start(self, prior: Precision, leaves: list[Tensor]) -> LowRank:
         if self.rank > size(leaves):
             raise ValueError(f"{self.name}: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        rows = tuple(p.new_zeros((self.rank, *p.shape)) for p in leaves) if self.rank else ()
+        rows = [p.new_zeros((self.rank, *p.shape), dtype=wide(p.dtype)) for p in leaves]
         if isinstance(prior, Woodbury):
             prior = prior.unfactorised()
         if isinstance(prior, Diagonal):
             diagonal = prior.values
         elif isinstance(prior, LowRank) and len(optree.tree_leaves(prior.rows)[0]) <= self.rank:
             diagonal, given = prior.diagonal, [x.detach() for x in optree.tree_leaves(prior.rows)]
-            rows = tuple(torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows))
+            rows = [torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows)]
         else:
             raise ValueError(
                 f"{self.name}: it holds a diagonal and {self.rank} directions, the prior is {type(prior).__name__}: pass a "
                 "Gaussian with a diagonal or low-rank precision of no more directions, or use bc.ekf.dense"
             )
-        return LowRankFilterState(
-            tuple(v.detach().to(p.dtype, copy=True) for v, p in zip(optree.tree_leaves(diagonal), leaves)), rows, tally
-        )
+        values = [v.detach().to(z.dtype, copy=True) for v, z in zip(optree.tree_leaves(diagonal), rows)]
+        return LowRank(tuple(values), tuple(rows), prior.count)
 
-    def forget(self, state: Any) -> LowRankFilterState:
-        diagonal = tuple(times(v, self.forgetting) for v in state.diagonal)
-        return state._replace(diagonal=diagonal, rows=tuple(times(row, self.forgetting**0.5) for row in state.rows))
-
-    def walk(self, state: Any, noise: list[Tensor], leaves: list[Tensor]) -> LowRankFilterState:
+    def walk(self, before: LowRank, noise: list[Tensor], leaves: list[Tensor]) -> LowRank:
         """``((diag(y) + W W^T)^-1 + diag(q))^-1``."""
-        rows, shrinkage = state.rows, [1 / (1 + q * y) for q, y in zip(noise, state.diagonal)]
+        rows, shrinkage = before.rows, [1 / (1 + q * y) for q, y in zip(noise, before.diagonal)]
         if self.rank:
             capacity = project(rows, [row * (q * s) for row, q, s in zip(rows, noise, shrinkage)])
             capacity.diagonal().add_(1)
@@ -615,45 +570,38 @@ class LowRankFilter(Filter):
             flat = [(row * s).reshape(self.rank, -1) for row, s in zip(rows, shrinkage)]
             flat = [torch.linalg.solve_triangular(lower.to(row.dtype), row, upper=False) for row in flat]
             rows = tuple(new.reshape(row.shape) for new, row in zip(flat, rows))
-        return state._replace(diagonal=tuple(y * s for y, s in zip(state.diagonal, shrinkage)), rows=rows)
+        return before._replace(diagonal=tuple(y * s for y, s in zip(before.diagonal, shrinkage)), rows=rows)
 
-    def condition(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
-        before, rows, e = list(state.diagonal), batch.rows, batch.innovation
+    def condition(self, before: LowRank, batch: Observation, leaves: list[Tensor]) -> Conditioned:
+        diagonal, rows, e = list(before.diagonal), batch.rows, batch.innovation
         if self.rank:  # the directions are rows that observed what the mean says
-            rows = [torch.cat([a, b]) for a, b in zip(state.rows, rows)]
+            rows = [torch.cat([a, b]) for a, b in zip(before.rows, rows)]
             e = None if e is None else torch.cat([e.new_zeros(self.rank), e])
         if e is None:
             assert batch.force is not None
             dtype = (
                 common_dtype(rows) if self.rank else torch.float64
             )  # a diagonal has nothing of the past's directions
-            moves, growth, misfit = solve_with_rows(before, rows, batch.force, dtype)
+            moves, growth, misfit = solve_with_rows(diagonal, rows, batch.force, dtype)
         else:
-            moves, growth, misfit = gain(before, rows, e)
+            moves, growth, misfit = gain(diagonal, rows, e)
         misfit = misfit if batch.force is None else -inner(batch.force, moves, moves)
-        kept, overflow = (), [row.square().sum(0) for row in rows]
+        kept, overflow = before.rows, [row.square().sum(0) for row in rows]
         if self.rank:
-            known = _capacity_root([row / d.sqrt() for row, d in zip(state.rows, before)])
+            known = _capacity_root([row / d.sqrt() for row, d in zip(before.rows, diagonal)])
             growth = growth - 2 * known.diagonal().log().sum()
             kept, overflow = compress(rows, self.rank)
-        after = tuple(y + x for y, x in zip(before, overflow))
-        new = state._replace(diagonal=after, rows=tuple(row.clone() for row in kept))
-        return moves, new, growth, misfit
+        after = tuple(y + x for y, x in zip(diagonal, overflow))
+        return moves, before._replace(diagonal=after, rows=tuple(row.clone() for row in kept)), growth, misfit
 
-    def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
+    def only(self, old: LowRank, new: LowRank, moves: list[bool]) -> LowRank:
         if self.rank:
             return new
         return new._replace(diagonal=tuple(b if m else a for a, b, m in zip(old.diagonal, new.diagonal, moves)))
 
-    def shapes(self, state: Any) -> list:
-        return [x.shape for x in state.diagonal]
-
-    def precision(self, state: Any, params: Any) -> Diagonal | LowRank:
-        structure = optree.tree_structure(params)
-        diagonal = optree.tree_unflatten(structure, state.diagonal)
-        if not self.rank:
-            return Diagonal(diagonal, state.tally.seen)
-        return LowRank(diagonal, optree.tree_unflatten(structure, state.rows), state.tally.seen)
+    def precision(self, state: FilterState, params: Any) -> Diagonal | LowRank:
+        found = super().precision(state, params)
+        return found if self.rank else Diagonal(found.diagonal, found.count)
 
 
 class KalmanFilter(PosteriorTransformation):
@@ -683,7 +631,7 @@ class KalmanFilter(PosteriorTransformation):
             tensor([0.2500, 0.2500])
         """
         mine, link = self._state(state), self._link
-        require_these(link.shapes(mine), params, str(link))
+        require_these([v.shape for v in mine.precision.diag()], params, str(link))
         posterior = Gaussian(copied(params), link.precision(mine, params)).factorised()
         leaves = optree.tree_leaves(params)
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in leaves):
@@ -715,11 +663,12 @@ class KalmanFilter(PosteriorTransformation):
             >>> tx.log_evidence(state), torch.distributions.Normal(0.0, 2**0.5).log_prob(torch.tensor(2.0))
             (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
         """
-        mine = self._state(state).tally
-        unknown = mine.seen - mine.scored
+        mine = self._state(state)
+        seen = mine.precision.count
+        unknown = seen - mine.scored
         if is_readable(unknown) and bool((unknown != 0).any()):
             raise ValueError(
-                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.seen.sum())} data is unknown: "
+                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(seen.sum())} data is unknown: "
                 "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe"
             )
         return mine.log_evidence

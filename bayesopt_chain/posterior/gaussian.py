@@ -54,7 +54,7 @@ from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden, is_readable
-from bayesopt_chain.trees import Tree, copied, paths, require_like, size, spread
+from bayesopt_chain.trees import Tree, copied, paths, paths_of, require_like, size, spread
 
 Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
@@ -132,6 +132,13 @@ def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:
             raise ValueError(
                 f"{what} at {name} differ from {where} (by up to {(leaf - other).abs().max().item():.3g}): start there"
             )
+
+
+def over_prior(prior: Gaussian, leaves: Leaves, context: LinkContext) -> Tree:
+    """A link's leaves as a tree for its prior: behind a mask a prior is over the leaves that the mask selects, alone."""
+    if paths_of(prior.mean) == context.paths:
+        return optree.tree_unflatten(optree.tree_structure(prior.mean), leaves)
+    return context.tree(leaves)
 
 
 def require_finite(tree: Any, what: str) -> None:

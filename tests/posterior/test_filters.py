@@ -285,7 +285,7 @@ def test_the_filter_never_forms_its_information(monkeypatch):
     for _ in range(50):
         rows = optree.tree_map(lambda p: torch.randn(2, *p.shape), START)
         _, state = tx.update(START, state, params=START, curvature=Root(rows, torch.tensor(2.0)))
-        root = state[0].root
+        root = state[0].precision.factor
         assert (root.diagonal() > 0).all() and torch.equal(root, root.tril())
 
 

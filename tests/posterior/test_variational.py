@@ -626,6 +626,30 @@ def test_parameters_of_several_dtypes_keep_them(row):
         assert {k: d.dtype for k, d in draws.items()} == dtypes
 
 
+@pytest.mark.parametrize("name", [*ALL, *(f"ekf.{name}" for name in FILTERS)])
+@pytest.mark.parametrize("has_prior", [False, True])
+def test_behind_a_mask_a_posterior_is_that_of_the_selected_leaves_alone(name, has_prior):
+    """To the last bit: mean, density and variances, under a prior over these leaves too."""
+    every, found = {"b": torch.randn(2), "s": torch.randn(()), "w": torch.randn(3, 2)}, []
+    some = {k: every[k] for k in ("b", "w")}
+    prior = Gaussian(some, Diagonal(optree.tree_map(torch.ones_like, some), torch.tensor(1.0))) if has_prior else None
+    filtered, square = name.startswith("ekf"), lambda p: optree.tree_map(torch.square, p)
+    curvature = {"curvature": Root({k: p[None] for k, p in some.items()}, torch.tensor(1.0))} if filtered else {}
+    curvature = {"curvature": Diagonal(square(some), torch.tensor(1.0))} if name == "von" else curvature
+    for params, mask in ((every, {"b": True, "s": False, "w": True}), (some, True)):
+        generator = torch.Generator().manual_seed(1)
+        link: Any = filter_of(name[4:], prior=prior) if filtered else make(name, prior=prior, generator=generator)
+        tx, at = bc.masked(link, mask), some
+        state = tx.init(params)
+        for _ in range(3):
+            draw = {} if filtered else {"draw": link.sample(state, at)}
+            updates, state = tx.update(params, state, params={**params, **at}, inplace=False, **draw, **curvature)
+            at = {k: p + updates[k] for k, p in at.items()}
+        q = link.posterior(state, at)
+        found.append([at, q.log_prob(some), q.marginal_variance, q.sample((2,), generator=generator)])
+    assert_bitwise_equal(*found)
+
+
 # refusals
 
 SOME, ONE = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}, torch.tensor(1.0)

@@ -79,6 +79,7 @@ from bayesopt_chain.posterior.gaussian import (
     PosteriorTransformation,
     device_of,
     names_in,
+    over_prior,
     require_finite,
     require_numbers,
     require_these,
@@ -194,13 +195,12 @@ class Drawing(Alone, Keyed, ABC):
         """
         checks.with_values(self.name, "params", leaves, context.paths)
         if self.prior is not None:
-            params = context.tree(leaves)
-            if are_spread(params):
+            if are_spread(context.tree(leaves)):
                 raise ValueError(
                     f"{self.name}: prior= is over whole leaves, and the parameters are DTensors, of which each rank has a "
                     "part: give weight_decay=, or put the prior into the loss"
                 )
-            require_like(self.prior.mean, params, f"{self.name}: prior.mean")
+            require_like(self.prior.mean, over_prior(self.prior, leaves, context), f"{self.name}: prior.mean")
         if self.is_deterministic:
             device = device_of(leaves)
             return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

@@ -58,7 +58,6 @@ from bayesopt_chain.posterior.vi._families import (
     Drawing,
     DrawingTransformation,
     along_samples,
-    like_prior,
     over_samples,
     require_drawn_from,
 )
@@ -270,14 +269,15 @@ class VON(Natural):
     keywords = frozenset({"draw", "curvature"})
 
     def first_hessian(self, params):
-        one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
-        return Diagonal(optree.tree_map(lambda p: torch.full_like(p, self.init_hessian).detach(), upcast(params)), one)
+        leaves = optree.tree_leaves(upcast(params))  # alone, so that a mask's holes are not among them
+        one = torch.ones((), dtype=torch.float64, device=device_of(leaves))
+        return Diagonal(tuple(torch.full_like(p, self.init_hessian).detach() for p in leaves), one)
 
     def decayed(self, hessian: Precision, state: NaturalState) -> Precision:
         """``H + delta``."""
         if self.prior is None:
             return hessian.add_diagonal(self.weight_decay)
-        return hessian.add_diagonal(like_prior(self.prior, self.decay(state)))
+        return hessian.add_diagonal(optree.tree_unflatten(optree.tree_structure(hessian.diag()), self.decay(state)))
 
     def displace(self, state, noise, leaves):
         precision = self.decayed(state.hessian, state)
@@ -311,7 +311,9 @@ class VON(Natural):
             )
         beta = self.betas[1]
         new = increment.scale((1 - beta) / increment.count)
-        if type(state.hessian) is Diagonal and not isinstance(increment, Diagonal):
+        if isinstance(new, Diagonal):
+            new = new._replace(values=tuple(optree.tree_leaves(new.values)))
+        elif type(state.hessian) is Diagonal:
             if is_readable(state.step) and state.step > 0:
                 raise TypeError(
                     f"{self.name}: the state is diagonal, the increment {type(increment).__name__}: the first increment "
@@ -321,7 +323,10 @@ class VON(Natural):
         return state.hessian.scale(beta).add(new)
 
     def precision(self, state, params):
-        return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
+        found = self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
+        if not isinstance(found, Diagonal):
+            return found
+        return found._replace(values=optree.tree_unflatten(optree.tree_structure(params), found.values))
 
 
 # at any temperature
