@@ -64,7 +64,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, tracing
-from bayesopt_chain._torch import flattened, is_dtensor
+from bayesopt_chain._torch import flattened, innermost_transformation, is_dtensor, recording_mode
 from bayesopt_chain.diagnostics._response import (
     Polynomials,
     clipped,
@@ -224,7 +224,8 @@ class HeatGuard:
             >>> len(guard.readings)
             1
         """
-        is_plain = tracing.is_plain()
+        # what tracing.is_plain() asks, in two calls: a step between windows does nothing else
+        is_plain = innermost_transformation() is None and recording_mode() is None
         if is_plain and self.sleeps():
             return
         if self._chain is None or self._chain.is_scheduled or not is_plain:
@@ -303,7 +304,8 @@ class HeatGuard:
 
     def _read(self, w: Window, here: dict[int, Leaf]) -> None:
         """Read a window that is complete, or has its first steps and may end."""
-        G, norms, first = w.gradients.read()[-WINDOW:], torch.stack(w.norms).double().cpu(), here[next(iter(w.leaves))]
+        G, X = w.sketch.read()[:, -WINDOW:]
+        norms, first = torch.stack(w.norms).double().cpu(), here[next(iter(w.leaves))]
         centred = G - G.mean(0)
         if not math.isfinite(float(centred.square().sum() + norms.sum())):
             self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
@@ -327,13 +329,13 @@ class HeatGuard:
             momentum = max([x.momentum for x in leaves])
             heat = read_heat(
                 G[:, filled],
-                w.positions.read()[SHORT:, filled],
+                X[:, filled],
                 momentum,
                 first.first,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
                 rates=rates / leaves[0].rate,
                 temperatures=temperatures / leaves[0].temperature,
-                elements=int(w.gradients.newest.count_nonzero()),
+                elements=int(w.sketch.newest[0].count_nonzero()),
             )._replace(end=self._steps)
             lrs = {x.lr for x in leaves} if bool((rates == rates[0]).all()) else set()
             self._judge(heat, float((rates / temperatures).mean()), momentum, lrs)
@@ -407,10 +409,10 @@ class _Chain:
         trees: list[list[Any]] = [
             optree.tree_leaves(x, none_is_leaf=True) for x in (clipped(self.clips, grads), params)
         ]
-        each = [*zip(self.rules, *trees)]
-        wanted = [(j, *each[j]) for j in keys or range(len(each)) if j < len(each)]
         return [
-            Leaf(j, g, p, *rule) for j, rule, g, p in wanted if rule and g is not None and g.layout is torch.strided
+            Leaf(j, g, p, *rule)
+            for j, (rule, g, p) in enumerate(zip(self.rules, *trees))
+            if rule and (not keys or j in keys) and g is not None and g.layout is torch.strided
         ]
 
 
@@ -452,7 +454,7 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
 
 BUCKETS = 256
 FEW = 4096  # elements which a window may read of any model
-HELD = FEW * (SHORT + WINDOW)  # elements of several steps that are copied before they are sketched
+HELD = 2**14  # numbers of several steps that are copied before they are sketched: what the processor's cache holds
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
@@ -667,40 +669,36 @@ def _hessian(D: Tensor, d: Tensor, instruments: Tensor, known: Tensor) -> Tensor
     return H * min(max((strength - 1.0) / 3.0, 0.0), 1.0)
 
 
-class Stretch(NamedTuple):
-    """Neighbouring elements of the parameter with this key: those from ``begin`` to ``end`` of all in a row."""
+def loudest(seen: Sequence[Leaf]) -> dict[int, Tensor | None]:
+    """The elements in which the gradient, in units of the chain's own noise, has the largest mean square.
 
-    key: int
-    begin: int
-    end: int
+    Everything, of models of up to ``FEW`` elements in ``LEAVES`` leaves; else at most ``STRETCHES`` of neighbours, which have
+    that many elements together, or one in ``SHARE`` where that is more.
 
-    def of(self, x: Tensor) -> Tensor:
-        """The elements in ``x``: all of them as they are, some as a vector."""
-        return x if self.end - self.begin == x.numel() else x.reshape(-1)[self.begin : self.end]
-
-
-def loudest(seen: Sequence[Leaf]) -> list[Stretch]:
-    """The stretches in which the gradient, in units of the chain's own noise, has the largest mean square.
-
-    Everything, of models of up to ``FEW`` elements in ``LEAVES`` leaves; else at most ``STRETCHES``, which have that many
-    elements together, or one in ``SHARE`` where that is more.
+    Returns:
+        Of each parameter that is read the numbers of these elements, ``None`` for all of them.
     """
     total = sum([x.gradient.numel() for x in seen])
     if len(seen) <= LEAVES and total <= FEW:
-        return [Stretch(x.key, 0, x.gradient.numel()) for x in seen]
-    each, found, norms, units = max(FEW, total // SHARE) // STRETCHES, list[Stretch](), list[Tensor](), list[float]()
+        return {x.key: None for x in seen}
+    each, norms = max(FEW, total // SHARE) // STRETCHES, list[Tensor]()
+    found = list[tuple[Leaf, int, int]]()
     for x in seen:
         n, g = x.gradient.numel(), (x.gradient * x.root if isinstance(x.root, Tensor) else x.gradient).reshape(-1)
-        found += [Stretch(x.key, low, min(low + each, n)) for low in range(0, n, each)]
-        units += [math.sqrt(x.rate / x.temperature)] * -(-n // each)
+        found += [(x, low, min(low + each, n)) for low in range(0, n, each)]
         if n >= each:
             norms.append(torch.linalg.vector_norm(g[: n - n % each].view(n // each, each), dim=1))
         if n % each:
             norms.append(torch.linalg.vector_norm(g[n - n % each :])[None])
     loud = torch.cat([x.to(norms[0].device) for x in norms]).double().cpu()
-    factors, counts = torch.tensor([units, [x.end - x.begin for x in found]], dtype=torch.float64, device="cpu")
-    order = (factors * loud / counts.sqrt()).argsort(descending=True).tolist()
-    return [found[k] for k in sorted(order[:STRETCHES])]
+    units, counts = torch.tensor(
+        [[math.sqrt(x.rate / x.temperature), high - low] for x, low, high in found], dtype=torch.float64, device="cpu"
+    ).T
+    order = (units * loud / counts.sqrt()).argsort(descending=True).tolist()
+    out = dict[int, list[Tensor]]()
+    for x, low, high in (found[k] for k in sorted(order[:STRETCHES])):
+        out.setdefault(x.key, []).append(torch.arange(low, high, device=x.gradient.device))
+    return {key: torch.cat(parts) for key, parts in out.items()}
 
 
 class Window:
@@ -713,30 +711,24 @@ class Window:
         keys: of all parameters.
         leaves: by their keys the parameters that are read, as they were in the first step, whose rates and preconditioners are
             the units of all; without their tensors.
-        stretches: what is read of these parameters, their loudest parts.
-        gradients: their gradients, times ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own noise has variance 1.
-        positions: the parameters, over ``2 T s``.
+        elements: what is read of these parameters, as :func:`loudest` says.
+        sketch: of their gradients, times ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own noise has variance 1, and of
+            the parameters, over ``2 T s``.
         norms: of the gradients of all parameters, in the first steps.
         rates: of each step, rate and temperature of the first of the leaves.
     """
 
     def __init__(self, seen: Sequence[Leaf]) -> None:
         by_key = {x.key: x for x in seen}
-        self.keys, self.stretches = frozenset(by_key), loudest(seen)
+        self.keys, self.elements = frozenset(by_key), loudest(seen)
         scales, sizes = list[Tensor](), list[Tensor]()
-        for part in self.stretches:
-            x = by_key[part.key]
-            if isinstance(x.root, Tensor):
-                root = part.of(x.root).reshape(-1).double()
-            else:
-                root = torch.tensor(x.root, dtype=torch.float64, device=x.gradient.device).expand(part.end - part.begin)
-            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * root)
+        for key, elements in self.elements.items():
+            x = by_key[key]
+            root = torch.as_tensor(x.root, dtype=torch.float64, device=x.gradient.device).expand(x.gradient.shape)
+            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * _some(root, elements).reshape(-1))
             sizes.append(0.5 / (x.temperature * scales[-1].abs()))
-        self.gradients, self.positions = Sketch(scales), Sketch(sizes)
-        nothing = torch.zeros(0, device="cpu")
-        self.leaves = {
-            part.key: by_key[part.key]._replace(gradient=nothing, param=nothing, root=1.0) for part in self.stretches
-        }
+        self.sketch, nothing = Sketch(scales, sizes), torch.zeros(0, device="cpu")
+        self.leaves = {key: by_key[key]._replace(gradient=nothing, param=nothing, root=1.0) for key in self.elements}
         self.norms, self.rates = list[Tensor](), list[tuple[float, float]]()
 
     @property
@@ -748,50 +740,59 @@ class Window:
         """Take a step, in which these are the leaves by their keys."""
         first = here[next(iter(self.leaves))]
         self.rates.append((first.rate, first.temperature))
-        self.gradients.add([x.of(here[x.key].gradient) for x in self.stretches])
-        self.positions.add([x.of(here[x.key].param) for x in self.stretches])
+        each = [(here[key], elements) for key, elements in self.elements.items()]
+        self.sketch.add(
+            [_some(x.gradient, elements) for x, elements in each], [_some(x.param, elements) for x, elements in each]
+        )
         if len(self.norms) < SHORT:
             self.norms.append(torch.nn.utils.get_total_norm([x.gradient for x in here.values()]))
+
+
+def _some(x: Tensor, elements: Tensor | None) -> Tensor:
+    """The elements with these numbers in a row; ``None``: all as they are."""
+    return x if elements is None else x.take(elements)
 
 
 class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
     Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
-    256 columns. Steps are copied as they are, and sketched together once they hold ``HELD`` elements.
+    256 columns. Steps of few elements are copied as they are, and sketched together once they hold ``HELD``.
 
     Args:
-        factors: of the elements, in vectors.
+        factors: of the elements, in vectors, for each of several sketches.
 
     Attributes:
-        newest: the elements of the last step.
+        newest: the elements of the last step, a row for each sketch.
     """
 
-    def __init__(self, factors: Sequence[Tensor]) -> None:
+    def __init__(self, *factors: Sequence[Tensor]) -> None:
         self.rows, self.sketched = list[Tensor](), list[Tensor]()
-        self.is_spread = len({x.device for x in factors}) > 1
-        weights = torch.cat([x.to(factors[0].device) for x in factors]).double()
-        self.tail = torch.zeros(-len(weights) % BUCKETS, device=weights.device)  # fills the last row of buckets
+        device, self.is_spread = factors[0][0].device, len({x.device for x in factors[0]}) > 1
+        weights = torch.stack([torch.cat([x.to(device) for x in each]) for each in factors])
+        self.tail = torch.zeros(-weights.shape[1] % BUCKETS, device=device)  # fills the last row of buckets
+        columns = torch.nn.functional.pad(weights, (0, len(self.tail))).unflatten(1, (-1, BUCKETS))
         # Python's own generator: no operation of torch draws here, which a mode that counts or replaces draws would see
-        signs = random.Random(0).choices((-1.0, 1.0), k=-(-len(weights) // BUCKETS))
-        columns = torch.cat([weights, self.tail]).unflatten(0, (-1, BUCKETS))
-        self.weights = columns * torch.tensor(signs, device=weights.device)[:, None]
+        signs = random.Random(0).choices((-1.0, 1.0), k=columns.shape[1])
+        self.weights = columns * torch.tensor(signs, device=device)[:, None]
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
+    def add(self, *tensors: Sequence[Tensor]) -> None:
         """Take a step, in tensors with as many elements as the factors have."""
-        here = [x.to(self.tail.device) for x in tensors] if self.is_spread else tensors
-        self.newest = flattened([*here, self.tail])
-        self.rows.append(self.newest)
-        if len(self.rows) * len(self.newest) > HELD:
+        row = flattened(
+            [x.to(self.tail.device) if self.is_spread else x for each in tensors for x in (*each, self.tail)]
+        )
+        self.newest = row.view(len(tensors), -1)
+        self.rows.append(row)
+        if len(self.rows) * len(row) > HELD:
             self._sketch()
 
     def _sketch(self) -> None:
-        rows = torch.stack(self.rows).unflatten(-1, (-1, BUCKETS))
-        self.sketched.append((rows * self.weights).sum(-2).cpu())
+        rows = torch.stack(self.rows).unflatten(-1, self.weights.shape)
+        self.sketched.append((rows * self.weights).sum(-2))
         self.rows = []
 
     def read(self) -> Tensor:
-        """The buckets of all steps, ``[steps, 256]``, in float64 on the CPU."""
+        """The buckets of all steps, ``[sketches, steps, 256]``, in float64 on the CPU."""
         if self.rows:
             self._sketch()
-        return torch.cat(self.sketched)
+        return torch.cat(self.sketched).cpu().transpose(0, 1)

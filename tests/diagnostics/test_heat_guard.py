@@ -114,7 +114,7 @@ def test_a_sketch_keeps_inner_products_of_scaled_leaves(factors):
         sketch.add(x)
         sketch.add(y)
         a, b = (torch.cat([f * t for f, t in zip(each, leaves)]).double() for leaves in (x, y))
-        p, q = sketch.read()
+        p, q = sketch.read()[0]
         error = abs(float(p @ q - a @ b))
         assert error < (1e-4 if sizes[0] == 7 else 5 / 16 * float(a.norm() * b.norm()))
 
@@ -164,7 +164,9 @@ def two_leaves(guard, hot, cold, n, others=()):
 def test_a_window_reads_at_most_eight_gradients_and_finds_a_small_leaf_that_is_hot(monkeypatch):
     """Six norms, one to choose, one in 86 steps of both; a hot leaf beside 160,000 elements is read as if alone."""
     read, add = [], Sketch.add
-    monkeypatch.setattr(Sketch, "add", lambda self, x: read.append(sum(map(torch.numel, x))) or add(self, x))
+    monkeypatch.setattr(
+        Sketch, "add", lambda self, *xs: read.extend(sum(map(torch.numel, x)) for x in xs) or add(self, *xs)
+    )
     guard = HeatGuard()
     assert len(two_leaves(guard, 9.0, 1e-4, 160_000)) == 1 and 6 < guard.readings[-1].rho < 20
     assert len(read) == 2 * 86 and sum(read) <= 2 * 86 * 4096
@@ -526,6 +528,6 @@ def test_copies_begin_anew_and_keep_their_settings():
     for copied in (copy.deepcopy(optimizer).heat_guard, pickle.loads(pickle.dumps(optimizer)).heat_guard):
         assert copied._steps == 0 and copied._window is None and (copied.above, copied.who) == (2.0, "SGHMC")
         assert copied is not optimizer.heat_guard and copied.steps_per_epoch == 30
-    assert optimizer.heat_guard._window.gradients.rows  # nothing of the window that is open was lost by copying
+    assert optimizer.heat_guard._window.sketch.rows  # nothing of the window that is open was lost by copying
     without = bc.optim.SGHMC([nn.Parameter(torch.zeros(1))], 0.1, temperature=0.01, heat_guard=None)
     assert copy.deepcopy(without).heat_guard is None
