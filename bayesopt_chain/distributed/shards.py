@@ -343,8 +343,11 @@ def cut_like(x: Tensor, leaf: Any) -> Any:
         leaf: a DTensor of the same shape. Where its ranks hold all of an axis, that of ``x`` may have another length.
 
     Returns:
-        A DTensor of the elements of ``x`` with the layout of ``leaf``, on its device.
+        A DTensor of the elements of ``x`` with the layout of ``leaf``, on its device; ``x`` itself if it is a DTensor already,
+        or if ``leaf`` is a plain tensor.
     """
+    if is_dtensor(x) or not is_dtensor(leaf):
+        return x
     lead = x.ndim - leaf.ndim
     for d, axis in enumerate(axes_of(leaf)):
         if len(axis) < leaf.shape[d]:

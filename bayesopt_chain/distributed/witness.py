@@ -36,7 +36,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -132,15 +133,19 @@ class Witness:
         """Begin anew to compare, because the key, the state or the parameters were replaced."""
         self.events, self.steps, self.refusal = self.events + 1, 0, None
 
-    def look(self, claims: Callable[[], list[Claim]], of: Tensor) -> None:
-        """Compare the ranks if it is time, and raise a contradiction. To be called before every step that draws noise.
+    @contextmanager
+    def step(self, claims: Callable[[], list[Claim]], of: Tensor) -> Iterator[None]:
+        """Compare the ranks if it is time, and raise a contradiction. The step that draws noise is made inside of this block.
 
         Args:
             claims: returns the claims of this step; called only if they are compared, because they are slow to make.
-            of: one of the parameters, in which writes of others are noticed.
+            of: one of the parameters, in which writes of others are noticed: torch counts the writes.
+
+        Returns:
+            A context manager.
 
         Raises:
-            ValueError: a rank has found claims that contradict each other.
+            ValueError: a rank has found claims that contradict each other. Nothing has moved then.
         """
         written_to = self.version is not None and of._version != self.version
         if written_to and not self.written_to:
@@ -158,9 +163,7 @@ class Witness:
             self.met = due
         if self.refusal is not None:
             raise ValueError(f"{self.who}: {self.refusal}")
-
-    def stepped(self, of: Tensor) -> None:
-        """Remember torch's count of writes into a parameter. To be called after every step that drew noise."""
+        yield
         self.version = of._version
 
     def _meet(self, store: Any, claims: Callable[[], list[Claim]] | None, step: int) -> None:

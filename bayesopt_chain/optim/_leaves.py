@@ -84,8 +84,7 @@ class Leaves:
         layout: what has to stay the same for the job and the batches to hold.
         job: the :class:`Job` of the kernel; ``None`` until a step makes it.
         batches: the leaves in batches for tensor operations; empty until a step makes them.
-        tensors: the parameters and the tensors of their state, but for the 0-d ones in :attr:`written`.
-        written: by name the 0-d tensors of the state that are :attr:`memory` and :attr:`again`.
+        tensors: the parameters and the tensors of their state, but for the 0-d ones that are :attr:`memory` and :attr:`again`.
     """
 
     linear: Linear
@@ -105,8 +104,6 @@ class Leaves:
         self.states: list[dict[str, Any]] = []
         self.numbers: list[int] = []
         self.batches: list[_Batch] = []
-        self.tensors: list[Any] = []
-        self.written: dict[str, Tensor] = {}
         self.job: Any = None
         self.counter: Counter | None = None
 
@@ -117,7 +114,7 @@ class Leaves:
             ValueError: numbers for which no noise is known.
         """
         group, linear = self.group, rule._linear(self.group, self.counts)
-        self.linear, self.temperature = linear, rule._temperature(group)
+        self.linear, self.temperature = linear, float(group["temperature"])  # a step has checked it
         kind = None
         if self.temperature > 0.0:
             if not linear.momentum and abs(self.memory[_MOMENTUM]) > 0.0:  # NaN before the first draw
@@ -165,17 +162,17 @@ class Leaves:
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
         """
+        written: dict[str, Tensor] = {}  # 0-d tensors that are memory and again, which the kernel writes
         if self.temperature > 0.0:
-            # 0-d tensors that are memory and again, which the kernel writes
-            self.written = dict(zip(_BEFORE, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
+            written |= zip(_BEFORE, torch.frombuffer(self.memory, dtype=torch.float64).unbind())
             if not self.group["noise_kept"]:
                 names = _AGAIN[: 2 * self.linear.branches]
-                self.written |= dict(zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind()))
+                written |= zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind())
             self.make_draws()
         self.tensors = [*self.params]
         for state in self.states:
-            state.update(self.written)
-            self.tensors += [x for name, x in state.items() if isinstance(x, Tensor) and name not in self.written]
+            state.update(written)
+            self.tensors += [x for name, x in state.items() if isinstance(x, Tensor) and name not in written]
         # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
         self.is_spread, here = any(map(is_dtensor, self.params)), _here(self.tensors)
         self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]

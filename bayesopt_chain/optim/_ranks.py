@@ -238,8 +238,7 @@ class OnRanks:
                     dtype = old.dtype if is_number or name in self.wide else x.dtype
                     x = old.detach().to(x.device, dtype, copy=True)
                     # the tensors of a full state dict are whole on every rank
-                    is_whole = is_dtensor(p) and not is_dtensor(x) and not is_number
-                    self.state[p][name] = cut_like(x, p) if is_whole else x
+                    self.state[p][name] = x if is_number else cut_like(x, p)
         self._begin_anew()
 
     def _begin_anew(self) -> None:

@@ -25,8 +25,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -48,6 +49,7 @@ from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 
 _HAS_RANKS = dist.is_available()  # asked once, since asking takes as long as counting a step
+_ALONE = nullcontext()  # in the place of a comparison of ranks
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
@@ -76,14 +78,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     heat_guard: HeatGuard | None = None
 
     # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed;
-    # those that get noise; the objects of which they were listed; whether others have a gradient, too; the groups of which a
-    # leaf gets noise, and those at temperature 0
+    # and the objects of which they were listed
     _work: list[Leaves] | None = None
-    _noisy: list[Leaves]
     _objects: list[Any]
-    _has_others: bool
-    _hot: list[dict[str, Any]]
-    _cold: list[dict[str, Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
@@ -279,42 +276,42 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     @uncompiled
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise."""
-        if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(heat_leaves, self))
         params = [p for group in self.param_groups for p in group["params"]]
         kinds = [*map(type, map(gradient, params))]
         work, self._work = self._work, None  # a step that raises leaves none
-        held = self._held(params, kinds)
+        are_noisy = [self._temperature(group) > 0.0 for group in self.param_groups]
+        held = self._held(params, kinds, are_noisy)
         holds = work is not None and len(held) == len(self._objects) and all(map(is_, held, self._objects))
-        holds = holds and not any(map(self._temperature, self._cold))
         if work is None or not (holds and all([x.holds(self) for x in work])):
             holds, work = False, self._planned()
-        witness = self._witness if self._noisy and _HAS_RANKS and dist.is_initialized() else None
-        if witness is not None:
-            witness.look(self._claims, local(self._noisy[0].params[0]))
-        by_kernel = [*filter(Leaves.has_job, work)]
-        if self._has_others or len(by_kernel) < len(work):
+        noisy = [x for x in work if x.temperature > 0.0]
+        if self.heat_guard is not None and not self.heat_guard.sleeps():
+            self.heat_guard.look(partial(heat_leaves, self, noisy))
+        is_compared = noisy and _HAS_RANKS and dist.is_initialized()
+        with self._witness.step(partial(self._claims, noisy), local(noisy[0].params[0])) if is_compared else _ALONE:
+            by_kernel = [*filter(Leaves.has_job, work)]
             moved = [p for x in by_kernel for p in x.params]
-            with torch.no_grad():
-                step_by_operations(self, [x for x in work if x not in by_kernel], moved)
-        for x in by_kernel:
-            x.move()
-        for group in self._hot:
-            group["noise_count"] += 1
-        if not holds:  # the step may have made entries of the state
-            for x in work:
-                x.remember()
-            self._objects = self._held(params, kinds)
-        if witness is not None:
-            witness.stepped(local(self._noisy[0].params[0]))
+            if len(moved) < len(kinds) - kinds.count(type(None)):  # others have a gradient, too
+                with torch.no_grad():
+                    step_by_operations(self, [x for x in work if x not in by_kernel], moved)
+            for x in by_kernel:
+                x.move()
+            for group in {id(x.group): x.group for x in noisy}.values():
+                group["noise_count"] += 1
+            if not holds:  # the step may have made entries of the state
+                for x in work:
+                    x.remember()
+                self._objects = self._held(params, kinds, are_noisy)
         self._work = work
 
-    def _held(self, params: list[Any], kinds: list[type]) -> list[Any]:
+    def _held(self, params: list[Any], kinds: list[type], are_noisy: list[bool]) -> list[Any]:
         """List the objects that the leaves of a step are made of.
 
-        They are the groups, the parameters, the types of their gradients, and all entries of the state.
+        They are the groups and whether they get noise, the parameters, the types of their gradients, and all entries of the
+        state.
         """
-        return [*self.param_groups, *params, *kinds, *chain.from_iterable(map(dict.values, self.state.values()))]
+        entries = chain.from_iterable(map(dict.values, self.state.values()))
+        return [*self.param_groups, *are_noisy, *params, *kinds, *entries]
 
     def _planned(self) -> list[Leaves]:
         """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
@@ -323,7 +320,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
         alike: dict[tuple[object, ...], Leaves] = {}
-        self._has_others = False
         for group in self.param_groups:
             is_noisy = self._temperature(group) > 0.0
             if new := sum([p not in self._numbers for p in group["params"]]):
@@ -335,38 +331,33 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 require_named_chain(self._name, None, "its temperature was raised later, so call its fork() once with")
                 self._new_keys(None)
             for p in group["params"]:
-                if not is_noisy and group["noise_count"]:
-                    # after steps at temperature 0 an old draw must not count as the last step's
-                    for name in REMEMBERED:
-                        self.state.get(p, {}).pop(name, None)
-                if p.grad is None:
-                    continue
-                if not is_noisy and group.get("freeze_after") is None:
-                    self._has_others = True
+                if p.grad is None or (not is_noisy and group.get("freeze_after") is None):
                     continue
                 state = self.state[p]
                 _checks.check_state(self._name, p, state, self.numbers)
                 if is_noisy:
                     _checks.check_leaf(self._name, p, group)
-                numbered = self._counts(state), *remembered(group, state)
+                numbered = self._counts(state), *(remembered(group, state) if is_noisy else ())
                 x = alike.setdefault((id(group), *numbered, p.dtype, p.device), Leaves(group, *numbered))
                 x.params.append(p)
                 x.states.append(state)
                 x.numbers.append(self._numbers[p])
         for x in alike.values():
             x.layout = x.read(self)
-        self._noisy = [x for x in alike.values() if x.temperature > 0.0]
-        if self._noisy:
+        if any(x.temperature > 0.0 for x in alike.values()):
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._names(), params)
-        self._hot = [*{id(x.group): x.group for x in self._noisy}.values()]
-        self._cold = [group for group in self.param_groups if not self._temperature(group)]
+        for group in self.param_groups:
+            if group["noise_count"] and not self._temperature(group):
+                # after steps at temperature 0 an old draw must not count as the last step's
+                for p, name in product(group["params"], REMEMBERED):
+                    self.state.get(p, {}).pop(name, None)
         return [*alike.values()]
 
-    def _claims(self) -> list[Claim]:
+    def _claims(self, noisy: list[Leaves]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip(self._all_params(), self._names()))
-        return [claim(names[p], n, p, x.group) for x in self._noisy for p, n in zip(x.params, x.numbers)]
+        return [claim(names[p], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
 
     # what a subclass says of torch's step
 
@@ -419,7 +410,7 @@ _LEFT_OUT = (
 )
 
 
-def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
+def heat_leaves(rule: Any, noisy: list[Leaves], keys: Collection[int] = ()) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise, for the heat guard: each with its ``lr_eff``, ``P`` and ``T``.
 
     ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a constant gradient, and ``P = 1 / D`` is the
@@ -430,32 +421,27 @@ def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
 
     Args:
         rule: the optimizer.
-        keys: ``id`` of the parameters that are wanted, of which only the first of a group needs numbers of this step; empty for
-            all of them.
+        noisy: the leaves that get noise in this step.
+        keys: ``id`` of the parameters that are wanted, whose ``P`` is not; empty for all of them.
     """
     wanted = frozenset(keys)
-    for group in rule.param_groups:
-        temperature, lr, linear, effective, first = rule._temperature(group), float(group["lr"]), None, 0.0, 0.0
-        sign = -1.0 if group.get("maximize") else 1.0
-        for p in group["params"] if temperature > 0.0 else ():
-            g, state, root = p.grad, rule.state.get(p, {}), sign
-            if g is None or (wanted and id(p) not in wanted):
+    for x in noisy:
+        direct, now = x.linear.direct, x.linear.step_size * x.linear.gain
+        effective = direct + now / (1.0 - x.linear.momentum)
+        for p, state in zip(x.params, x.states):
+            g, root = p.grad, -1.0 if x.group.get("maximize") else 1.0
+            if wanted and id(p) not in wanted:
                 continue
             if is_dtensor(g) or g.layout is not torch.strided:
                 if not rule.heat_guard.has_left_out:
                     checks.warn(f"{rule._name}: the heat guard does not look at {_LEFT_OUT}")
                 rule.heat_guard.has_left_out = True
                 continue
-            if rule.adaptive and "step" not in state:  # it makes its preconditioner in the first step
+            # an adaptive rule makes its preconditioner in the first step, and at a learning rate of 0 nothing moves
+            if (rule.adaptive and "step" not in state) or not effective:
                 continue
-            if linear is None or not wanted:
-                counts = rule._counts(state)
-                linear = rule._linear(group, counts)
-                effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
-                # the share of F(1) that acts in the same step
-                first = (linear.direct + linear.step_size * linear.gain) / effective if effective > 0.0 else 0.0
-                if rule.adaptive and not wanted:  # by the denominator of the last update; torch's step comes later
-                    learned = min(counts[0] - 1, group.get("freeze_after") or counts[0])
-                    root = sign * rule._denominator(group, learned, state.__getitem__).rsqrt()
-            if effective > 0.0:  # not at a learning rate of 0
-                yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
+            if rule.adaptive and not wanted:  # by the denominator of the last update; torch's step comes later
+                learned = min(x.counts[0] - 1, x.group.get("freeze_after") or x.counts[0])
+                root *= rule._denominator(x.group, learned, state.__getitem__).rsqrt()
+            first = (direct + now) / effective  # the share of F(1) that acts in the same step
+            yield Leaf(id(p), g, p, effective, x.temperature, x.linear.momentum, first, root, float(x.group["lr"]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain._torch import is_dtensor, local
+from bayesopt_chain._torch import local
 from bayesopt_chain.core.chain import numbers_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, cut_like
@@ -116,15 +116,11 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         loss = self._loss_of(closure)
         for group, built in zip(self.param_groups, self._chains):  # all groups, before any of them moves
             built.check(group)
-        first = local(self.param_groups[0]["params"][0])
-        self._witness.look(self._claims, first)
-        with (
-            torch.no_grad(),
-            uninterrupted(),
-        ):  # Ctrl-C between two writes would leave parameters and state of different steps
+        compared = self._witness.step(self._claims, local(self.param_groups[0]["params"][0]))
+        # Ctrl-C between two writes would leave parameters and state of different steps
+        with compared, torch.no_grad(), uninterrupted():
             for group, built in zip(self.param_groups, self._chains):
                 built.step(group["params"])
-        self._witness.stepped(first)
         return loss
 
     def _claims(self) -> list[Claim]:
@@ -198,8 +194,7 @@ class _Built:
     Attributes:
         tx: the chain.
         state: the chain's state.
-        numbers, tensors: by name, the hyperparameters that are numbers, which the chain holds as constants, and those that it
-            reads at every step.
+        held: by name, the hyperparameters that the chain holds: numbers as constants, and tensors that it reads at every step.
     """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
@@ -217,8 +212,10 @@ class _Built:
                 )
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
-        self.tensors = {k: v for k, v in options.items() if isinstance(v, Tensor) and v.numel() == 1}
-        self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
+        numbers = (int, float, tuple)
+        self.held = {
+            k: v for k, v in options.items() if isinstance(v, numbers) or (torch.is_tensor(v) and v.numel() == 1)
+        }
         self.state = self.tx.init(group["params"])
 
     def keys(self) -> set[int]:
@@ -227,14 +224,14 @@ class _Built:
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError if the group has another number or tensor than the chain holds, which would go unnoticed."""
-        for name, tensor in self.tensors.items():
-            if group[name] is not tensor:
-                raise ValueError(
-                    f"bc.optim.Optimizer: {name} is another object than the tensor that the chain reads; fill that one: "
-                    f"group[{name!r}].fill_(...)"
-                )
-        for name, value in self.numbers.items():
-            if group[name] != value:
+        for name, value in self.held.items():
+            if isinstance(value, Tensor):
+                if group[name] is not value:
+                    raise ValueError(
+                        f"bc.optim.Optimizer: {name} is another object than the tensor that the chain reads; fill that one: "
+                        f"group[{name!r}].fill_(...)"
+                    )
+            elif group[name] != value:
                 raise ValueError(
                     f"bc.optim.Optimizer: {name} changed from {value} to {group[name]}, but was built into the chain as a "
                     f"number; give {name}=torch.tensor({value}), which is read at every step and filled in place by schedulers"
@@ -264,6 +261,5 @@ class _Built:
                 "load a state of the same chain and parameters"
             )
         for i, (old, new) in enumerate(zip(leaves, saved)):
-            new = cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new
-            leaves[i] = new.detach().to(old.device, old.dtype, copy=True)
+            leaves[i] = cut_like(new, old).detach().to(old.device, old.dtype, copy=True)
         return optree.tree_unflatten(spec, leaves)

@@ -213,12 +213,14 @@ class IVON(OnRanks, torch.optim.Optimizer):
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         for group, p, _ in moving:
             _checks.check_leaf(self._name, p, group)
-        first = local(self.param_groups[0]["params"][0].detach())
-        self._witness.look(lambda: [claim(str(n), n, p, group) for group, p, n in moving], first)
-        with uninterrupted():  # Ctrl-C between two writes would leave means, precisions and counts of different steps
+        claims = lambda: [claim(str(n), n, p, group) for group, p, n in moving]  # noqa: E731
+        compared = self._witness.step(claims, local(self.param_groups[0]["params"][0].detach()))
+        with (
+            compared,
+            uninterrupted(),
+        ):  # Ctrl-C between two writes would leave means, precisions and counts of different steps
             for group, p, number in moving:
                 self._move(group, p, number)
-            self._witness.stepped(first)
             for group in self.param_groups:
                 group["noise_count"] += 1
             self._has_draw = False

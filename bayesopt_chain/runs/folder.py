@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, local
+from bayesopt_chain._torch import local
 from bayesopt_chain.distributed.shards import cut_like
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File, is_count
@@ -570,8 +570,7 @@ class Piece(NamedTuple):
             x = x if name == STEP else x.to(self.device)
         if elements is not None:
             return x
-        like = (self.like or {}).get(name.removeprefix(LEAF))
-        return cut_like(x, like) if is_dtensor(like) and not is_dtensor(x) else x
+        return cut_like(x, (self.like or {}).get(name.removeprefix(LEAF)))
 
     def _elements(self, name: str, low: int, high: int, first: int, stop: int) -> Tensor:
         """Elements of rows, of which each part holds consecutive ones: those of its chains."""

@@ -468,7 +468,7 @@ class Store:
         for name in [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]:
             rows = [head.read(name) for head in heads]
             x = rows[0] if len(rows) == 1 else torch.cat(rows)
-            tensors[name] = cut_like(x, wanted[name]) if is_dtensor(wanted.get(name)) else x
+            tensors[name] = cut_like(x, wanted.get(name))
         target: Any = (self.run.params, self.run.state)
         if grows:  # a state that grows takes the shapes that were saved
             fresh = {n.removeprefix(STATE): x for n, x in tensors.items() if n.startswith(STATE)}

@@ -430,7 +430,8 @@ def at_the_mode():
 def test_a_chain_and_its_optimizer_are_read_alike(tx, make):
     model = nn.Linear(WIDTH, 1)
     (model(X) - Y).square().mean().backward()
-    theirs = {leaf.key: leaf for leaf in heat_leaves(make(model.parameters()))}
+    optimizer = make(model.parameters())
+    theirs = {leaf.key: leaf for leaf in heat_leaves(optimizer, optimizer._planned())}
     params = dict(model.named_parameters())
     for p, rule in zip(params.values(), heat_guard._rules(tx, params, tx.init(params))):
         assert rule == pytest.approx(theirs[id(p)][3:8], rel=1e-6)

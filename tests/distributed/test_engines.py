@@ -377,8 +377,8 @@ def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
 @on(2)
 def test_what_comparisons_cost_is_six_in_three_hundred_steps():
     (model, optimizer), calls = made("SGHMC", "ddp"), []
-    look = optimizer._witness.look
-    optimizer._witness.look = lambda claims, of: look(lambda: (calls.append(1), claims())[1], of)
+    step = optimizer._witness.step
+    optimizer._witness.step = lambda claims, of: step(lambda: (calls.append(1), claims())[1], of)
     assert train(model, optimizer, steps=300) == (300, "") and len(calls) == 6
 
 
