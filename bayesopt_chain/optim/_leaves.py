@@ -62,6 +62,7 @@ _AGAIN = ("noise_of", "noise_at", "noise_direct_of", "noise_direct_at")
 _NO_NUMBERS = (math.nan,) * len(_BEFORE)  # before the first draw
 _HALF, _MOMENTUM = map(Before._fields.index, ("half", "momentum"))
 _NEVER = (-1,) * 4  # for each branch key and count of a last draw that is kept, or that was never made
+NOTHING = _NO_NUMBERS, _NEVER  # what :func:`remembered` reads before the first draw
 NUMBERS = (*_BEFORE, *_AGAIN)  # 0-d tensors
 REMEMBERED = (*_DRAWS, *NUMBERS)
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
@@ -95,8 +96,8 @@ class Leaves:
         self,
         group: dict[str, Any],
         counts: tuple[float, ...],
-        before: Sequence[float] = _NO_NUMBERS,
-        last: Sequence[int] = _NEVER,
+        before: Sequence[float],
+        last: Sequence[int],
     ) -> None:
         self.group, self.counts = group, counts
         self.memory, self.again = array("d", before), array("q", last)

@@ -44,7 +44,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
+from bayesopt_chain.optim._leaves import NOTHING, NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 
@@ -78,8 +78,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     heat_guard: HeatGuard | None = None
 
     # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed;
-    # and the objects of which they were listed
+    # the groups of those that get noise; and the objects of which they were listed
     _work: list[Leaves] | None = None
+    _hot: list[dict[str, Any]]
     _objects: list[Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -150,7 +151,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
             begun = [p for p in group["params"] if p in self.state]
             if begun and self._temperature(group) > 0.0:
-                x = Leaves(group, self._counts(self.state[begun[0]]))
+                x = Leaves(group, self._counts(self.state[begun[0]]), *NOTHING)
                 x.params, x.states = begun, [self.state[p] for p in begun]
                 x.read(self)
                 x.remember()
@@ -284,11 +285,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         holds = work is not None and len(held) == len(self._objects) and all(map(is_, held, self._objects))
         if work is None or not (holds and all([x.holds(self) for x in work])):
             holds, work = False, self._planned()
-        noisy = [x for x in work if x.temperature > 0.0]
         if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(heat_leaves, self, noisy))
-        is_compared = noisy and _HAS_RANKS and dist.is_initialized()
-        with self._witness.step(partial(self._claims, noisy), local(noisy[0].params[0])) if is_compared else _ALONE:
+            self.heat_guard.look(partial(heat_leaves, self, work))
+        is_compared = self._hot and _HAS_RANKS and dist.is_initialized()
+        with (
+            self._witness.step(partial(self._claims, work), local(self._hot[0]["params"][0])) if is_compared else _ALONE
+        ):
             by_kernel = [*filter(Leaves.has_job, work)]
             moved = [p for x in by_kernel for p in x.params]
             if len(moved) < len(kinds) - kinds.count(type(None)):  # others have a gradient, too
@@ -296,7 +298,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                     step_by_operations(self, [x for x in work if x not in by_kernel], moved)
             for x in by_kernel:
                 x.move()
-            for group in {id(x.group): x.group for x in noisy}.values():
+            for group in self._hot:
                 group["noise_count"] += 1
             if not holds:  # the step may have made entries of the state
                 for x in work:
@@ -337,14 +339,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 _checks.check_state(self._name, p, state, self.numbers)
                 if is_noisy:
                     _checks.check_leaf(self._name, p, group)
-                numbered = self._counts(state), *(remembered(group, state) if is_noisy else ())
-                x = alike.setdefault((id(group), *numbered, p.dtype, p.device), Leaves(group, *numbered))
+                counts, last = self._counts(state), remembered(group, state) if is_noisy else NOTHING
+                x = alike.setdefault((id(group), counts, *last, p.dtype, p.device), Leaves(group, counts, *last))
                 x.params.append(p)
                 x.states.append(state)
                 x.numbers.append(self._numbers[p])
         for x in alike.values():
             x.layout = x.read(self)
-        if any(x.temperature > 0.0 for x in alike.values()):
+        self._hot = [*{id(x.group): x.group for x in alike.values() if x.temperature > 0.0}.values()]
+        if self._hot:
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._names(), params)
         for group in self.param_groups:
@@ -354,10 +357,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                     self.state.get(p, {}).pop(name, None)
         return [*alike.values()]
 
-    def _claims(self, noisy: list[Leaves]) -> list[Claim]:
+    def _claims(self, work: list[Leaves]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip(self._all_params(), self._names()))
-        return [claim(names[p], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
+        noisy = [(x.group, p, n) for x in work if x.temperature > 0.0 for p, n in zip(x.params, x.numbers)]
+        return [claim(names[p], n, p, group) for group, p, n in noisy]
 
     # what a subclass says of torch's step
 
@@ -410,7 +414,7 @@ _LEFT_OUT = (
 )
 
 
-def heat_leaves(rule: Any, noisy: list[Leaves], keys: Collection[int] = ()) -> Iterator[Leaf]:
+def heat_leaves(rule: Any, work: list[Leaves], keys: Collection[int] = ()) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise, for the heat guard: each with its ``lr_eff``, ``P`` and ``T``.
 
     ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a constant gradient, and ``P = 1 / D`` is the
@@ -421,11 +425,11 @@ def heat_leaves(rule: Any, noisy: list[Leaves], keys: Collection[int] = ()) -> I
 
     Args:
         rule: the optimizer.
-        noisy: the leaves that get noise in this step.
+        work: the leaves of this step.
         keys: ``id`` of the parameters that are wanted, whose ``P`` is not; empty for all of them.
     """
     wanted = frozenset(keys)
-    for x in noisy:
+    for x in [x for x in work if x.temperature > 0.0]:
         direct, now = x.linear.direct, x.linear.step_size * x.linear.gain
         effective = direct + now / (1.0 - x.linear.momentum)
         for p, state in zip(x.params, x.states):
