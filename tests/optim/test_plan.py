@@ -721,3 +721,20 @@ def test_a_parameter_that_is_appended_to_a_list_of_parameters_is_refused_before_
     assert torch.equal(params[0], before) and torch.equal(params[1], torch.ones(3))
     optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
     assert not torch.equal(step_on(optimizer)[:3], before) and optimizer.param_groups[1]["noise_count"] == 1
+
+
+def test_a_step_that_is_refused_forgets_no_draw_and_reads_the_temperature_of_a_group_without_gradients():
+    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = bc.optim.SGHMC([{"params": [a]}, {"params": [b]}], 0.1, temperature=0.3)
+    step_on(optimizer, 2)
+    cold, hot = optimizer.param_groups
+    cold["temperature"], hot["lr"] = 0.0, [1]
+    with pytest.raises(TypeError, match="lr must be"):
+        optimizer.step()
+    assert "noise" in optimizer.state[a]
+    hot["lr"], a.grad = 0.1, None
+    cold["temperature"] = 0.3
+    optimizer.step()
+    cold["temperature"] = math.nan
+    with pytest.raises(ValueError, match="temperature must be non-negative and finite"):
+        optimizer.step()
