@@ -179,7 +179,7 @@ class LinearizedModel(Model):
         mean, covariance = self._conditioned(self.transform_inputs(X))
         if output_indices is not None:
             q, m = mean.shape[-2:]
-            keep = torch.tensor([n * m + k for n in range(q) for k in output_indices], device=mean.device)
+            keep = torch.tensor([n * m + k % m for n in range(q) for k in output_indices], device=mean.device)
             mean, covariance = mean[..., output_indices], covariance[..., keep, :][..., keep]
         if isinstance(observation_noise, Tensor) or observation_noise:
             given = observation_noise if isinstance(observation_noise, Tensor) else None
@@ -190,8 +190,9 @@ class LinearizedModel(Model):
         else:
             distribution = MultitaskMultivariateNormal(mean, _jittered(covariance))
         posterior: Any = GPyTorchPosterior(distribution)
-        if hasattr(self, "outcome_transform"):
-            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+        outcome_transform = self._outcome_transform_of(output_indices)
+        if outcome_transform is not None:
+            posterior = outcome_transform.untransform_posterior(posterior, X=X)
         return posterior if posterior_transform is None else posterior_transform(posterior)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Model:
@@ -268,7 +269,7 @@ class LinearizedModel(Model):
             idcs: their numbers.
 
         Returns:
-            A new :class:`LinearizedModel`, unconditioned.
+            A new :class:`LinearizedModel`, unconditioned, with the same transform of inputs and that of these outcomes.
 
         Raises:
             ValueError: a model that was conditioned on all outputs.
@@ -284,7 +285,14 @@ class LinearizedModel(Model):
             num_outputs=len(idcs),
             noise=noise,
             features=self._features,
+            input_transform=getattr(self, "input_transform", None),
+            outcome_transform=self._outcome_transform_of(idcs),
         )
+
+    def _outcome_transform_of(self, indices: list[int] | None) -> Any:
+        """The transform of some of the outcomes, in this order; ``None``: of all of them, or that there is none."""
+        transform: Any = getattr(self, "outcome_transform", None)
+        return transform if transform is None or indices is None else transform.subset_output(indices)
 
     def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Mean ``[*b, q, m]`` and covariance ``[*b, q m, q m]``, given what was observed."""
@@ -324,13 +332,12 @@ class LinearizedModel(Model):
         return mean.reshape(*X.shape[:-1], self._outputs), left.reshape(shape), right.reshape(shape)
 
     def _noise_like(self, like: Tensor, given: Tensor | None, indices: list[int] | None) -> Tensor:
-        if given is not None:
-            return given.to(like).expand_as(like)
-        if self._noise is None:
+        noise = self._noise if given is None else given
+        if noise is None:
             raise ValueError("LinearizedModel: no observation noise is known: pass noise= (a variance) to the model")
-        noise = self._noise.to(like)
-        noise = noise[indices] if indices is not None and noise.numel() > 1 else noise
-        return noise.expand_as(like)
+        if indices is not None and noise.shape[-1:] == (self._outputs,):
+            noise = noise[..., indices]
+        return noise.to(like).expand_as(like)
 
 
 class DrawsModel(EnsembleModel):
@@ -367,7 +374,7 @@ class DrawsModel(EnsembleModel):
         outcome_transform: Any = None,
     ) -> None:
         super().__init__(weights)
-        checks.require("DrawsModel", draws=(draws, _DRAWS))
+        _DRAWS("DrawsModel: draws", draws)
         leaves = optree.tree_leaves(draws)
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:

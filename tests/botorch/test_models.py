@@ -184,3 +184,21 @@ def test_acquisition_functions_optimise_through_every_model(kind, rule):
     points, value = optimize_acqf(acquisition, bounds, q=2, num_restarts=2, raw_samples=16, options={"maxiter": 15})
     assert points.shape == (2, 2) and ((points >= 0) & (points <= 1)).all()
     assert value >= acquisition(torch.rand(64, 2, 2)).max() - 1e-6
+
+
+def test_some_outputs_are_in_their_own_units():
+    """With transforms, by index from the front or from the end, and as a model of their own."""
+    fitted, x, _ = fit(outputs=2)
+    outcomes = Standardize(2)
+    outcomes(torch.randn(20, 2) * torch.tensor([1.0, 100.0]) + 5)
+    transforms = {"input_transform": Normalize(2), "outcome_transform": outcomes.eval()}
+    model = LinearizedModel.of(fitted, num_outputs=2, **transforms).eval()
+    model.transform_inputs(x)
+    every = model.posterior(x)
+    for some in ([1], [-1], [-1, 0]):
+        for part in (model.posterior(x, output_indices=some), model.subset_output(some).posterior(x)):
+            torch.testing.assert_close(part.mean, every.mean[..., some])
+            torch.testing.assert_close(part.variance, every.variance[..., some])
+    noisy = model.posterior(x, observation_noise=torch.tensor([0.5, 0.2]))
+    some = model.posterior(x, output_indices=[1], observation_noise=torch.tensor([0.5, 0.2]))
+    torch.testing.assert_close(some.variance, noisy.variance[..., 1:])
