@@ -101,7 +101,7 @@ class Collector:
                 ranks with parts of one model that keep draws of other steps; a model with other leaves, shapes or dtypes
                 than before.
         """
-        checks.require("collect", step=(step, checks.WHOLE.or_none()))
+        checks.WHOLE.or_none()("collect: step", step)
         if step is None and not self.known:
             raise ValueError(
                 f"collect: {self.path or 'this collector'} holds draws up to step {self.step}: say where this loop goes on, "
@@ -250,7 +250,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        checks.require("collect", trainer=(trainer, _COUNTING))
+        _COUNTING("collect: trainer", trainer)
         if not self.counts and trainer.global_step != self.step:
             self(trainer.global_step, trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
 
@@ -278,7 +278,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        checks.require("collect", state=(state, _COUNTING))
+        _COUNTING("collect: state", state)
         # a training that starts anew counts from 0 and does not say what becomes of the draws that are there
         if self.counts and (state.global_step > self.step or (state.global_step and not self.known)):
             self.load_state_dict({"step": state.global_step})
@@ -294,7 +294,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        checks.require("collect", state=(state, _COUNTING))
+        _COUNTING("collect: state", state)
         if not self.counts:
             self(state.global_step, more.get("optimizer"))
 

@@ -180,7 +180,7 @@ class Draws:
             torch.Size([2, 2])
         """
         for one in (given := path if isinstance(path, (list, tuple)) else [path]):
-            checks.require("Draws.open", path=(one, _PATHS))
+            _PATHS("Draws.open: path", one)
         # The name of what is there is no pattern.
         named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
         pieces, spec, names, about = opened(
@@ -434,7 +434,7 @@ class Draws:
             torch.Size([3, 2])
         """
         for other in others:
-            checks.require("Draws.stack_chains", others=(other, checks.instance(Draws, "Draws")))
+            checks.instance(Draws, "Draws")("Draws.stack_chains: others", other)
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size]._columns() for draws in every]
@@ -798,7 +798,7 @@ class Draws:
         names = self._pieces[0].names() if self._pieces else []
         return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
-    @checks.takes(buffers=checks.MAPPING)
+    @checks.takes(buffers=checks.BY_NAME)
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
         """The same draws with these buffers, in the place of those of the same names.
 
@@ -820,10 +820,9 @@ class Draws:
         """
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         for name, x in buffers.items():
-            if not isinstance(x, Tensor) or tuple(x.shape[: len(lead)]) != lead:
-                shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            if tuple(x.shape[: len(lead)]) != lead:
                 raise ValueError(
-                    f"Draws.with_buffers: buffers[{name!r}] must begin with {lead}, draws and chains, got {shown}"
+                    f"Draws.with_buffers: buffers[{name!r}] must begin with {lead}, draws and chains, got {tuple(x.shape)}"
                 )
         pieces, at = list[Piece](), 0
         total, rows = sum(piece.size for piece in self._pieces), torch.as_tensor(list(self._rows), device="cpu")

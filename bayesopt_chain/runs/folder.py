@@ -65,10 +65,9 @@ MERGING = 4  # so often a folder is listed again that somebody may write to mean
 
 
 class Tile(NamedTuple):
-    """The draws after the steps ``since < t <= step``: the first rows of a file; ``first`` is the number of the first draw."""
+    """The draws of a file up to a step, which are its first rows; ``first`` is the number of the first draw."""
 
     file: File
-    since: int
     step: int
     first: int
     draws: int
@@ -76,9 +75,8 @@ class Tile(NamedTuple):
 
 def tile(file: File, step: int) -> Tile:
     """The draws of a file up to a step."""
-    since = file.metadata["since"]
-    first = drawn(file.metadata, since)
-    return Tile(file, since, step, first, drawn(file.metadata, step) - first)
+    first = drawn(file.metadata, file.metadata["since"])
+    return Tile(file, step, first, drawn(file.metadata, step) - first)
 
 
 def drawn(about: Mapping[str, Any], step: int) -> int:
@@ -511,28 +509,22 @@ def _differing(columns: Mapping[str, Any], file: File) -> list[str]:
 SPARSE = 4  # of so many rows on disk one is wanted: from there on rows are read one by one
 
 
-class Part(NamedTuple):
-    """Rows of a file from ``first`` on; ``stacked``: axis 1 counts chains."""
-
-    file: File
-    first: int
-    stacked: bool
-
-
 class Piece(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, and the others in parts of files that stand side by side on axis 1.
+    """Consecutive draws: leaves ``[S, ...]`` by name, and the others in files that stand side by side on axis 1.
 
     Attributes:
         size: the number of draws.
         leaves: in memory.
-        parts: on disk, where there are any.
+        parts: on disk, where there are any: the draws of some chains each, these and perhaps others.
+        first: the number of the first draw, where there are parts.
         device: to which columns come that are read, except for the steps.
         like: parameters by name, as whose DTensors whole leaves are to come.
     """
 
     size: int
     leaves: Mapping[str, Tensor]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Tile, ...] = ()
+    first: int = 0
     device: torch.device = torch.device("cpu")
     like: Mapping[str, Any] | None = None
 
@@ -549,12 +541,13 @@ class Piece(NamedTuple):
         """Dtype of a column, and shape of one of its rows."""
         if name in self.leaves:
             return self.leaves[name].dtype, tuple(self.leaves[name].shape[1:])
-        every = [part.file.entries[name] for part in self.parts]
-        _, *shape = every[0].shape
+        every = [part.file for part in self.parts]
+        x = every[0].entries[name]
+        _, *shape = x.shape
         if len(every) > 1 and name != STEP:
-            inner = shape[1:] if self.parts[0].stacked else shape
-            shape = [sum(x.shape[1] if part.stacked else 1 for x, part in zip(every, self.parts)), *inner]
-        return every[0].dtype, tuple(shape)
+            inner = shape if every[0].metadata["chains"] is None else shape[1:]
+            shape = [sum(file.metadata["chains"] or 1 for file in every), *inner]
+        return x.dtype, tuple(shape)
 
     def read(self, name: str, low: int = 0, high: int | None = None, elements: tuple[int, int] | None = None) -> Tensor:
         """Rows ``low`` to ``high`` of a column, or elements of each of them, taken as flat."""
@@ -578,7 +571,8 @@ class Piece(NamedTuple):
         for part in self.parts[:1] if name == STEP else self.parts:
             n = math.prod(part.file.entries[name].shape[1:])
             a, b = max(first - at, 0), min(stop - at, n)
-            out.append(part.file.elements(name, range(part.first + low, part.first + high), a, max(a, b)))
+            row = self.first - part.first  # of the first draw in this file
+            out.append(part.file.elements(name, range(row + low, row + high), a, max(a, b)))
             at += n
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
@@ -599,8 +593,7 @@ def side_by_side(
     for a, b in itertools.pairwise(cuts):
         found = [tiles[bisect.bisect_right(f, a) - 1] for tiles, f in zip(every, first) if tiles and f[0] <= a]
         if len(found) == len(every) and all(a < t.first + t.draws for t in found):
-            parts = [Part(t.file, a - t.first, t.file.metadata["chains"] is not None) for t in found]
-            out.append(Piece(b - a, {}, tuple(parts), device, like))
+            out.append(Piece(b - a, {}, tuple(found), a, device, like))
     return out
 
 

@@ -133,6 +133,10 @@ class ResumableBatches:
         if isinstance(batches, list) and not batches:
             raise ValueError("batches: the list is empty")
         self.is_stateful = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        # a loader reads ahead, so that its epochs stand behind the batches that were used
+        sampler = getattr(batches, "batch_sampler", None)
+        self.sampler = sampler if isinstance(sampler, Epochs) and not self.is_stateful else None
+        self.origin = _seen(self.sampler)
         self.iterator: Iterator[Any] | None = None
         self.whole = _together([self._part()])
         self.start = self.state()
@@ -179,9 +183,9 @@ class ResumableBatches:
 
     def state(self) -> dict[str, Any]:
         """The place, as numbers and strings."""
-        mine, loader = self.batches, self.batches.state_dict() if self.is_stateful else None
+        loader = self.batches.state_dict() if self.is_stateful else None
         # Parts of the data may have epochs of other lengths: all ranks have seen as many batches since epoch 0.
-        seen = mine.epoch * len(mine) + mine.offset if isinstance(mine, Epochs) else None
+        seen = _seen(self.batches) if self.origin is None else self.origin + self.position
         return {"position": self.position, "seen": seen, "loader": loader, "whole": self.whole}
 
     def rewind(self) -> None:
@@ -202,6 +206,9 @@ class ResumableBatches:
         position, self.iterator = state["position"], None
         if self.is_stateful:
             self._seek_loader(state, state["whole"], own)
+        elif self.sampler is not None and state["seen"] is not None:
+            self.sampler.seek(state["seen"])
+            self.origin = state["seen"] - position
         elif not self.is_one and not isinstance(self.batches, list):
             if position:
                 checks.warn(
@@ -231,6 +238,11 @@ class ResumableBatches:
                 f"{self.whole['ranks']}, with batches that are as large together"
             )
         self.batches.seek(state["seen"])
+
+
+def _seen(batches: Any) -> int | None:
+    """How many batches came before the next one, from epoch 0 on, where that is known."""
+    return batches.epoch * len(batches) + batches.offset if isinstance(batches, Epochs) else None
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -323,9 +335,14 @@ def data_of(run: Run) -> dict[str, Any] | None:
     if isinstance(batches, Epochs):
         held, about = batches.leaves, {"kind": "epochs", **batches._identity()}
     elif isinstance(batches, torch.utils.data.DataLoader):
-        held = getattr(batches.dataset, "tensors", None)
-        size = len(batches.dataset) if hasattr(batches.dataset, "__len__") else None  # type: ignore[arg-type]
-        about |= {"size": size, "batch_size": batches.batch_size}
+        dataset: Any = batches.dataset
+        about |= {"size": len(dataset) if hasattr(dataset, "__len__") else None, "batch_size": batches.batch_size}
+        while isinstance(dataset, torch.utils.data.Subset):  # as of random_split: other rows are other data
+            about["rows"] = [*about.get("rows", []), _tensor(torch.as_tensor(list(dataset.indices)))]
+            dataset = dataset.dataset
+        if run.batches.sampler is not None:
+            about |= run.batches.sampler._identity()
+        held = getattr(dataset, "tensors", None)
     elif isinstance(batches, list) or run.batches.is_one:
         about = {"kind": "one batch" if run.batches.is_one else f"{len(batches)} batches"}
     about["ranks"] = run.batches.whole["ranks"]

@@ -391,14 +391,16 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Handle ``SIGINT`` until the block ends; only the main thread gets signals."""
+    """Handle ``SIGINT`` until the block ends, if Python does; only the main thread gets signals."""
     out, is_main = Interrupts(), threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, out.handle) if is_main else None
+    # None: a handler in C, as where Python runs inside of another program, which could not be put back
+    is_ours = is_main and signal.getsignal(signal.SIGINT) is not None
+    before = signal.signal(signal.SIGINT, out.handle) if is_ours else None
     try:
         yield out
     finally:
         out.raises = False
-        if is_main:
+        if is_ours:
             signal.signal(signal.SIGINT, before)
 
 

@@ -302,7 +302,7 @@ class Store:
         if self.folders and held:  # an interrupted commit may have written some of them
             new = held[STEP] > min(folder.since for folder in self.folders)
             held = held if bool(new.all()) else {n: x[new.to(x.device)] for n, x in held.items()}
-        return [*out, Piece(len(held[STEP]), held, (), self.device, like)] if held and len(held[STEP]) else out
+        return [*out, Piece(len(held[STEP]), held, device=self.device, like=like)] if held and len(held[STEP]) else out
 
     def losses(self, done: int) -> Tensor | None:
         """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""

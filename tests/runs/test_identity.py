@@ -6,6 +6,7 @@ import functools
 import optree
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.random import compiled
@@ -45,6 +46,11 @@ def mended(epochs, label=0.0):
 
 def epochs(seed=3, order="reshuffled", batch=4):
     return {"batches": bc.epochs(data(), batch, seed=seed, order=order)}
+
+
+def loader(rows=range(12), seed=3):
+    chosen = Subset(TensorDataset(*data()), rows)
+    return {"batches": DataLoader(chosen, batch_sampler=bc.epochs(chosen, 4, seed=seed))}
 
 
 def closing_over(rate):
@@ -91,6 +97,8 @@ OTHERS = {  # a run, what is given to it first and then, and what is said
     "seed of epochs": (run, epochs(), epochs(seed=4), r"data\.seed is"),
     "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
     "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
+    "rows of a data set": (run, loader(range(8)), loader(range(4, 12)), r"data\.rows\[0\] is"),
+    "seed of a loader's epochs": (run, loader(), loader(seed=4), r"data\.seed is"),
     "parameters": (run, {}, {"dtype": torch.float64}, r"tree.0/w is torch.float32 \[3\], here torch.float64"),
     "seed": (run, {"seed": 2}, {"seed": 3}, "seed is 2, here 3"),
     "seed of a run that began without one": (run, {}, {"seed": 3}, "seed is None, here 3"),
@@ -440,7 +448,7 @@ def test_one_batch_and_a_list_of_one_predict_alike():
     x, y = torch.randn(5, 3), torch.zeros(5)
     forward = bc.make_functional(module).forward
     want = draws.predict(forward, [x])
-    for batches in (x, (x, y), [(x, y)], torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 2)):
+    for batches in (x, (x, y), [(x, y)], DataLoader(TensorDataset(x, y), 2)):
         torch.testing.assert_close(draws.predict(forward, batches), want)
     torch.testing.assert_close(draws.predict(module, x), want)
 

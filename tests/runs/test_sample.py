@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs.run import ResumableBatches
@@ -157,6 +158,24 @@ def test_arguments_that_make_no_run_are_refused(bad, says):
         bc.sample(bc.make_step(loss, TX), *start(), batches(), **bad)
     with pytest.raises(ValueError, match="only once"):
         bc.sample(bc.make_step(loss, TX), *start(), iter(batches()), steps=3)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_epochs_inside_of_a_loader_go_on_at_the_batch_that_was_used_last(tmp_path):
+    """Also with the same loader, whose epochs have moved on, as where a cell of a notebook is run again."""
+    data = torch.randn(22, 2, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(data, batch_sampler=bc.epochs(range(22), 4))
+    want = by_hand(12, 0, 1, [bc.epochs(data, 4, seed=0).batch(*divmod(i, 5)) for i in range(12)])
+    for steps in (3, 7, 12):
+        draws = bc.sample(bc.make_step(loss, TX), *start(), loader, steps=steps, path=tmp_path)
+        assert same(draws, want[:steps])
+
+
+def test_a_handler_in_c_stays_in_place(monkeypatch):
+    """As where Python runs inside of another program; what cannot be put back is not replaced."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", None)
+    assert len(bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=2)) == 2
 
 
 def test_a_second_ctrl_c_inside_a_commit_waits_for_its_end(tmp_path, monkeypatch):
