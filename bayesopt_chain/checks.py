@@ -164,27 +164,6 @@ def is_spread(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1]))
 
 
-def require(who: str, **given: tuple[Any, Kind]) -> None:
-    """Refuse the first of some arguments that is not what it may be.
-
-    Args:
-        who: the function whose arguments these are.
-        given: by its name each argument and what it may be.
-
-    Raises:
-        TypeError: naming the argument, what it may be, and what came.
-        ValueError: likewise, of a value of the right type.
-
-    Example:
-        >>> require("sample", steps=(3, WHOLE))
-        >>> require("sample", steps=("x", WHOLE))
-        Traceback (most recent call last):
-        TypeError: sample: steps must be a whole number, at least 1, got 'x'
-    """
-    for name, (value, kind) in given.items():
-        kind(f"{who}: {name}", value)
-
-
 def plain(value: Any) -> Any:
     """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
     if type(value) in (int, float, bool) or not isinstance(value, Real):
@@ -692,6 +671,10 @@ NUMBERS_OF_CLASSES = Kind(
 TREE = Kind(_is_tree, "a tree of tensors")
 NUMBERS = Kind(
     lambda x: all(map(_is_real, optree.tree_leaves(x, none_is_leaf=True))), "a tree of numbers and real tensors"
+)
+BY_NAME = Kind(
+    lambda x: isinstance(x, Mapping) and all(isinstance(y, Tensor) for y in x.values()),
+    "a dictionary of tensors by name",
 )
 TENSORS = Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them")
 PARAMS = Kind(lambda x: _is_tree(x, REALS.fits), "a tree of real tensors with values: parameters")

@@ -160,7 +160,7 @@ def with_response(
         if isinstance(response, Decay)
         else ()
     )
-    checks.require("with_response", name=(name, _NAME))
+    _NAME("with_response: name", name)
     empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
     if empty or not all(map(math.isfinite, numbers)):
         raise ValueError(

@@ -317,7 +317,7 @@ def make_functional(
 
 
 @torch.no_grad()
-@checks.takes(module=checks.MODULE, params=checks.MAPPING, buffers=checks.MAPPING.or_none())
+@checks.takes(module=checks.MODULE, params=checks.BY_NAME, buffers=checks.BY_NAME.or_none())
 def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
     """Copy parameters (and buffers) by name into a module.
 
@@ -327,6 +327,7 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
         buffers: likewise.
 
     Raises:
+        TypeError: no dictionaries of tensors.
         ValueError: a name that the module lacks, or another shape; nothing is changed then.
 
     Example:

@@ -535,10 +535,10 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         given = list(bound.arguments.values())
         target: Any = given[1]
         if is_meta:
-            checks.require(name, module=(target, checks.MODULE))
+            checks.MODULE(f"{name}: module", target)
         else:
             target = target if isinstance(target, (list, tuple)) or not checks.BATCHES.fits(target) else tuple(target)
-            checks.require(name, params=(target, _PARAMS))
+            _PARAMS(f"{name}: params", target)
         settings = dict(list(bound.arguments.items())[2:])
         for word, value in settings.items():
             if isinstance(value, (int, float)) and abs(value) > LARGEST:

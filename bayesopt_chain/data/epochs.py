@@ -201,6 +201,7 @@ class Epochs:
         """Go on at a position from :meth:`state_dict`.
 
         Raises:
+            TypeError: a state without a position.
             ValueError: it is a position in another order, seed, batch size, number of data or of chains.
         """
         mine = self._identity()
@@ -209,6 +210,8 @@ class Epochs:
                 "epochs: the state is that of other batches: "
                 + ", ".join(f"{name}={state.get(name)!r} (here {mine[name]!r})" for name in differing)
             )
+        for name in ("epoch", "offset"):
+            checks.SEED(f"Epochs.load_state_dict: {name}", state.get(name))
         self.seek(state["epoch"] * len(self) + state["offset"])
 
     def _identity(self) -> dict[str, Any]:
@@ -221,7 +224,6 @@ class Epochs:
         return f"epochs({self.size} data, {self.batch_size}, order={self.order!r}, seed={self.seed}{chains}{part})"
 
 
-_SEED = checks.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
 _ORDER = checks.Kind(
     lambda x: checks.FUNCTION.fits(x) or (isinstance(x, str) and x in get_args(Order)),
     f"one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain)",
@@ -235,8 +237,8 @@ _ROWS = checks.Kind(
 
 @checks.takes(
     order=_ORDER,
-    batch_size=_SEED,
-    seed=_SEED,
+    batch_size=checks.INDEX,
+    seed=checks.INDEX,
     chains=checks.WHOLE.or_none(),
     leave_out=_ROWS,
     with_rows=checks.BOOL,

@@ -1191,7 +1191,7 @@ def alike(draws: Iterable[Tensor]) -> Iterator[Tensor]:
     """
     shapes = set[torch.Size]()
     for draw in draws:
-        checks.require("pooled", draws=(draw, checks.REALS))
+        checks.REALS("pooled: draws", draw)
         shapes.add(draw.shape)
         if len(shapes) > 1:
             raise ValueError(

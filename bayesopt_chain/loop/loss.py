@@ -178,9 +178,11 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
 
 
 def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> list[Tensor]:
-    """Fill in zeros for parameters that the loss does not use; raise ValueError if it uses none."""
+    """Fill in zeros for parameters that the loss does not use; raise ValueError if it uses none, or leaves out a DTensor."""
     found = found or [None] * len(points)
-    _require_reached(points, found)
+    # a module under fully_shard computes with other parameters than those that it is given
+    if any(g is None and _torch.is_dtensor(x) for x, g in zip(points, found)):
+        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")
     if all(g is None for g in found):
         raise ValueError(NO_GRADIENT)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
@@ -272,23 +274,6 @@ def _described(out: Any) -> str:
     if isinstance(out, tuple):
         return f"a tuple of {len(out)}: ({', '.join(type(x).__name__ for x in out)})"
     return type(out).__name__
-
-
-def _require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Refuse a loss that does not depend on a DTensor among the parameters.
-
-    A module under ``fully_shard`` computes with other parameters than those that it is given, so that their gradients are
-    missing.
-
-    Args:
-        leaves: the parameters.
-        grads: the gradients of the loss; ``None`` for a missing one.
-
-    Raises:
-        ValueError: a DTensor has no gradient; the message says what to do instead.
-    """
-    if any(g is None and _torch.is_dtensor(x) for x, g in zip(leaves, grads)):
-        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")
 
 
 # Two wrappers work with ``loss.backward()`` and ``.grad`` only, while a step computes gradients by ``torch.autograd.grad`` or

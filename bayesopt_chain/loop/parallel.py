@@ -113,7 +113,7 @@ class Parallel:
             raise TypeError(
                 f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
             )
-        checks.require("parallel: init", params=(params, _STACKED))
+        _STACKED("parallel: init: params", params)
         if wrong := [x.shape for x in optree.tree_leaves(params) if len(x) != self.n]:
             raise ValueError(
                 f"parallel: init takes params with the {self.n} chains of this rank on axis 0, got a leaf of {list(wrong[0])}"
@@ -213,7 +213,7 @@ class Parallel:
             ``(params, state, Info)``, stacked on axis 0.
 
         Raises:
-            ValueError: a leaf of params or state is not stacked for ``n`` chains.
+            ValueError: a leaf of params or state is not stacked for ``n`` chains, or an axis of the batch does not count them.
             RuntimeError: vmap refuses the step, or the model draws random numbers without a key.
         """
         both: Any = (params, state)
@@ -226,6 +226,8 @@ class Parallel:
                     "bc.stack([...]) and chains.init(tx, params)"
                 )
         dims = _broadcast(self.batch_dim, batch)
+        if self.rows is None and any([d is not None for d in dims]):
+            self._require_axes(batch, dims)
         if self.rows is not None:
             leaves, spec = batches.flatten(batch)
             pick = (slice(None),)
@@ -239,6 +241,16 @@ class Parallel:
             for i in range(0, self.n, self.chunk)
         ]
         return optree.tree_map(lambda *leaves: torch.cat(leaves) if torch.is_tensor(leaves[0]) else leaves[0], *blocks)
+
+    def _require_axes(self, batch: Any, dims: Sequence[Any]) -> None:
+        """Refuse a batch whose axes ``dims`` do not count these chains: of more entries some would never be used."""
+        for x, d in zip(batches.flatten(batch)[0], dims):
+            axes = range(-x.ndim, x.ndim) if isinstance(x, Tensor) else ()
+            if d is not None and (not checks.INDEX.fits(d) or d not in axes or x.shape[d] != self.n):
+                raise ValueError(
+                    f"parallel: batch_dim gives axis {d!r} of {checks.short(x)} in the batch, which has to count the {self.n} "
+                    "chains of this rank: give each chain an entry, or None for what all of them share"
+                )
 
     def one(self, hyper: dict[str, Tensor], params: Any, state: Any, batch: Any):
         """Make the step of one chain, whose values of ``each`` are ``hyper``."""

@@ -263,7 +263,13 @@ def source_of(
     if not callable(loss):
         if loss is None and "curvature" not in functions:
             raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
-        _check_only_losses(loss, particles, buffers is not None or microbatches > 1 or autocast is not None)
+        if buffers is not None or microbatches > 1 or autocast is not None:
+            what = "and there is none" if loss is None else "and an estimator was given, which evaluates its own"
+            raise ValueError(f"make_step: buffers=, microbatches= and autocast= are of a loss, {what}: leave them out")
+        if particles and loss is not None:
+            raise ValueError(
+                "make_step: this chain takes gradients of particles, and an estimator makes one of the batch: pass a loss"
+            )
     if ranks.mesh is not None and (particles or functions or buffers or not callable(loss)):
         asks = [*["particles"] * particles, *functions, *["buffers"] * bool(buffers), "an estimated gradient"]
         raise ValueError(
@@ -329,23 +335,6 @@ def _innermost(
         return Observation(functions["curvature"])
     loss = loss if autocast is None else Autocast(loss, autocast)
     return LossGradient(loss) if microbatches == 1 else Microbatches(LossGradient(loss), microbatches)
-
-
-def _check_only_losses(loss: Any, particles: bool, options: bool) -> None:
-    """Raise ValueError for options that need a loss, given an estimator or ``None`` in its place.
-
-    Args:
-        loss: the estimator, or ``None``.
-        particles: whether the chain takes a gradient of each particle.
-        options: whether an option was given that applies to a loss.
-    """
-    if options:
-        what = "and there is none" if loss is None else "and an estimator was given, which evaluates its own"
-        raise ValueError(f"make_step: buffers=, microbatches= and autocast= are of a loss, {what}: leave them out")
-    if particles and loss is not None:
-        raise ValueError(
-            "make_step: this chain takes gradients of particles, and an estimator makes one of the batch: pass a loss"
-        )
 
 
 def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:

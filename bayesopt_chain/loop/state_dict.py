@@ -48,7 +48,7 @@ def state_dict(state: State) -> dict[str, Tensor]:
     return out
 
 
-@checks.takes(tensors=checks.MAPPING)
+@checks.takes(tensors=checks.BY_NAME)
 def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of a flat dictionary into those of a state, in place.
 
@@ -59,6 +59,7 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
         tensors: tensors by name, as :func:`state_dict` returns them.
 
     Raises:
+        TypeError: no dictionary of tensors.
         ValueError: a name is missing or unknown; a tensor has another shape or dtype. Nothing is written then.
 
     Example:

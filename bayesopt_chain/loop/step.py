@@ -187,7 +187,7 @@ class Step:
                 "refresh: this step follows the gradient of a loss, which has no reference to move; pass "
                 "bc.gradients.svrg(loss, data) to make_step in the place of the loss"
             )
-        checks.require("refresh", params=(params, checks.PARAMS))
+        checks.PARAMS("refresh: params", params)
         _require(self.memory, state)
         with uninterrupted():
             return self.memory.refreshed(params, state, self.inplace)
@@ -295,10 +295,6 @@ _KEYWORDS = checks.Kind(
     lambda x: x is None or (isinstance(x, Mapping) and all(map(callable, x.values()))),
     "a dictionary of functions of (params, batch), or None",
 )
-_BUFFERS = checks.Kind(
-    lambda x: x is None or (isinstance(x, Mapping) and all(isinstance(b, Tensor) for b in x.values())),
-    "the buffers of a module by name, or None",
-)
 
 
 @checks.takes(
@@ -308,7 +304,7 @@ _BUFFERS = checks.Kind(
     ),
     tx=checks.instance(GradientTransformation, "a gradient transformation"),
     keywords=_KEYWORDS,
-    buffers=_BUFFERS,
+    buffers=checks.BY_NAME.or_none(),
     microbatches=checks.WHOLE,
     autocast=checks.Kind(
         lambda x: x is torch.bfloat16,

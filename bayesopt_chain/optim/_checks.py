@@ -135,7 +135,7 @@ def require(who: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # an entry as "RMSprop.alpha" goes first
         if (kind := _KINDS.get(own, _KINDS.get(name))) is not None:
-            checks.require(who, **{name: (value, kind)})
+            kind(f"{who}: {name}", value)
 
 
 @contextmanager

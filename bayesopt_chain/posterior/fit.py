@@ -627,7 +627,7 @@ def fit_laplace(
     if (tune == "validation") != (validation is not None):
         raise ValueError("fit_laplace: tune='validation' and validation= (a loader) go together")
     if tune is not None:
-        checks.require("fit_laplace", prior_precision=(prior_precision, checks.POSITIVE))
+        checks.POSITIVE("fit_laplace: prior_precision", prior_precision)
     of_prior = None if tune is None else require_prior_structure("fit_laplace", prior_structure, structure)
     if prior_structure is not None and tune != "evidence":
         raise ValueError(

@@ -192,7 +192,7 @@ def sbc(
 
 def _tree(draws: Any, like: Any, together: bool) -> Any:
     """Draws as a tree like the parameters; those of chains are pooled, unless each chain has data of its own."""
-    checks.require("sbc", **{"what make_posterior returns": (draws, checks.DRAWS)})
+    checks.DRAWS("sbc: what make_posterior returns", draws)
     pooled = draws.unchained()[0] if hasattr(draws, "unchained") and not together else draws
     tree = getattr(pooled, "params", pooled)
     require_like(tree, like, "sbc: what make_posterior returns", batched=True)

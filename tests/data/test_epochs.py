@@ -172,6 +172,14 @@ def backward(rows, seed, epoch, chain):
             ValueError,
             "backward",
         ),
+        *(
+            (
+                lambda p=p: (data := bc.epochs(range(6), 2)).load_state_dict({**data.state_dict(), "epoch": p}),
+                error,
+                "epoch must be a whole number",
+            )
+            for p, error in ((None, TypeError), ("1", TypeError), (-1, ValueError))
+        ),
         (
             lambda: bc.epochs(torch.arange(6), 2, order=lambda rows, seed, epoch, chain: rows[:4]).batch(0, 0),
             ValueError,

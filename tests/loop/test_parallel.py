@@ -235,3 +235,13 @@ def test_a_schedule_in_python_math_is_named(of):
     with pytest.raises(RuntimeError, match=r"the schedule warm \(.*test_parallel.*torch\.cos in place of math\.cos"):
         chains(params, state, data)
     assert bc.parallel(step, 2, loop=True)(params, state, data)[2].loss.shape == (2,)
+
+
+@pytest.mark.parametrize("size, batch_dim", [(5, 0), (3, 0), (4, 7), (4, "a")])
+@pytest.mark.parametrize("how", [{}, {"loop": True}, {"chunk": 2}], ids=str)
+def test_an_axis_of_the_batch_that_does_not_count_the_chains_is_refused(size, batch_dim, how):
+    """Of more entries than chains the last would never be used where the chains run one after the other, or in blocks."""
+    tx, params = bc.sgd(0.1), stacked(4)
+    chains = bc.parallel(bc.make_step(loss, tx), 4, batch_dim=batch_dim, **how)
+    with pytest.raises(ValueError, match=rf"gives axis {batch_dim!r} .* count the 4 chains"):
+        chains(params, chains.init(tx, params), torch.zeros(size, 6, 3, dtype=torch.float64))

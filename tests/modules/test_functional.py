@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written():
             ValueError,
             r"'0.bias'\] has shape \(2, 4\)",
         ),
+        (lambda: bc.write_back(module, {**params, "0.bias": 3}), TypeError, "params must be a dictionary of tensors"),
         (lambda: bc.make_functional(lambda x: x), TypeError, r"make_functional: module must be a torch\.nn\.Module"),
         (
             lambda: forward(params, x.numpy()),

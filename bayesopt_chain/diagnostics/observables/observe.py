@@ -520,7 +520,7 @@ def observe(
         with torch.no_grad():
             shift = {name: f(fill(centre)) for name, f in of.items()}
         for name, x in shift.items():
-            checks.require("observe", **{f"of[{name!r}], at params,": (x, _FOUND)})
+            _FOUND(f"observe: of[{name!r}], at params,", x)
         if width > 1 and (why := target.unmapped(width, of)):
             if at_once is not None:
                 raise ValueError(

@@ -47,6 +47,14 @@ _UNROLLED = checks.Kind(
 )
 
 
+@checks.takes(
+    step=checks.FUNCTION,
+    params=checks.ANY,
+    steps=_UNROLLED,
+    draws=checks.BOOL,
+    clone=checks.BOOL,
+    backend=checks.one_of("cuda", "inductor", "eager").or_none(),
+)
 def capture(
     step: Callable,
     params: Any,
@@ -109,14 +117,6 @@ def capture(
         >>> info.loss.shape, info.draws["w"].shape
         (torch.Size([4]), torch.Size([4, 2]))
     """
-    checks.require(
-        "capture",
-        step=(step, checks.FUNCTION),
-        steps=(steps, _UNROLLED),
-        draws=(draws, checks.BOOL),
-        clone=(clone, checks.BOOL),
-        backend=(backend, checks.one_of("cuda", "inductor", "eager").or_none()),
-    )
     for name, tree in (("params", params), ("state", state), ("batch", batch)):
         if any(isinstance(x, Tensor) and x.layout != torch.strided for x in optree.tree_leaves(tree)):
             raise TypeError(f"capture: {name} holds a sparse tensor, whose memory cannot be kept: call its to_dense()")
