@@ -16,7 +16,8 @@ import torch.nn.functional as F
 import torchopt
 
 import bayesopt_chain as bc
-from bayesopt_chain.random.philox import in_tensors, whole_leaves
+from bayesopt_chain.random.philox import in_tensors, parts_of_leaves
+from bayesopt_chain.random.philox_cpu import normals_kernel
 from benchmarks import contestants as c
 from benchmarks.against import FORMS, LARGE, SIZES, at_hand, leaves
 from benchmarks.measure import carried, from_start, one_by_one, ratio, stepping, take_turns, threads
@@ -327,13 +328,16 @@ def one_chain(steps: int = 500) -> Row:
 
 def noise(n: int = 1_000_000) -> Row:
     out, key, step = torch.empty(n), torch.tensor(7), torch.tensor(3)
-    generator = torch.Generator()
+    generator, kernel = torch.Generator(), normals_kernel()
+    if kernel is None:
+        raise RuntimeError("the row of noise needs a C++ compiler")
+    elements = parts_of_leaves((((0, n),),), (0,))
     return Row(
         "1e6 float32 normals",
         take_turns(
             {
-                "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [], [n], [0]),
-                "Philox by tensor operations": lambda: in_tensors(key, step, whole_leaves([n], [0]), torch.float32),
+                "Philox kernel": lambda: kernel(out, key, step, (), (n,), (0,)),
+                "Philox by tensor operations": lambda: in_tensors(key, step, elements, torch.float32),
                 "normal_": lambda: out.normal_(generator=generator),
             },
             rounds=31,

@@ -66,7 +66,7 @@ def _kernel(
 ) -> None:
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     z0, z1, z2, z3 = four_normals(block, draw, key, count)
-    at = first_element(block, size, RUN)
+    at = first_element(block, RUN)
     _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, deferred)
     _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, deferred)
     _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, deferred)

@@ -70,11 +70,6 @@ def pointers(tensors: Sequence[Tensor | None]) -> array[int]:
     return array("q", map(Tensor.data_ptr, tensors))  # pyright: ignore[reportArgumentType]
 
 
-def address(numbers: array[Any] | None) -> int:
-    """Where an array lies, 0 for none; it has to live, and to keep its length, as long as a kernel reads it."""
-    return 0 if numbers is None else numbers.buffer_info()[0]
-
-
 @cache
 def sweep_kernel() -> Sweep | None:
     """The library, or ``None`` where nothing compiles; then the links act one by one, more slowly."""
@@ -118,9 +113,3 @@ def _root_of(dtype: torch.dtype, roots: Any) -> int | None:
     y = torch.empty_like(x)
     roots(len(x), x.data_ptr(), y.data_ptr(), mkl)
     return mkl if torch.equal(y, x.sqrt()) else None
-
-
-@cache
-def integers(values: tuple[int, ...]) -> array[int]:
-    """The numbers as the kernel takes them, made once."""
-    return array("q", values)

@@ -1,8 +1,8 @@
 """C++ kernels: the ones that came with the wheel, or compiled once by the machine's own compiler, kept, and loaded.
 
 A wheel that was built where there is a compiler holds each kernel once for every level in :data:`LEVELS`, beside its source.
-The highest level that this processor has is loaded; the flags keep every rounding of the source, so that all levels and all
-compilers give the same bits. Where there is none, as in a checkout, the kernel is compiled for this very processor and kept.
+The highest level that this processor has is loaded. Where there is none, as in a checkout, the kernel is compiled for it and
+kept. The flags keep every rounding of the source, so that all levels and all compilers give the same bits.
 
 A loaded library runs with the user's rights, so that whoever can put a file where one is looked for runs code as this
 user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayesopt_chain``, of mode 0700, used only if
@@ -31,6 +31,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -41,10 +42,8 @@ _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     "-fno-unswitch-loops",  # a loop that chooses between values becomes vectors; GCC leaves its copies for each choice scalar
 )
-# added to them: the first of these that the compiler takes
-_OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())
 
-# The processors that wheels are made for, the least able first, by torch's names, so that ATEN_CPU_CAPABILITY holds here too.
+# The processors that kernels are made for, the least able first, by torch's names, so that ATEN_CPU_CAPABILITY holds here too.
 LEVELS: dict[str, tuple[str, ...]] = {
     "default": (),
     "avx2": ("-mavx2", "-mfma"),
@@ -61,17 +60,17 @@ def load(source: Path) -> ctypes.CDLL:
 
     Args:
         source: a C++ file with ``extern "C"`` functions, and headers beside it. A library that is compiled here is named after
-            it, with a digest of source, compiler and processor.
+            it, with a digest of source, compiler and level.
 
     Raises:
         CompileError: no library came with the wheel, and there is no compiler (``$CXX``, ``g++``, ``clang++`` or ``c++``), or
             one that fails.
         OSError: the source cannot be read, or the library cannot be written or loaded.
     """
-    for library in prebuilt(source):
+    for library in [library_of(source, level) for level in levels()]:
         try:
             return ctypes.CDLL(str(library))
-        except OSError:  # made for another system: try the next level, and the compiler when none is left
+        except OSError:  # missing, or made for another system: try the next level, and the compiler when none is left
             continue
     return _load_compiled(source)
 
@@ -85,15 +84,12 @@ def text_of(source: Path) -> str:
     return re.sub(r'^#include "(.+)"$', lambda m: text_of(source.parent / m[1]), source.read_text(), flags=re.M)
 
 
-def prebuilt(source: Path) -> list[Path]:
-    """The libraries beside a source that this processor can run, best first."""
+def levels() -> list[str]:
+    """The levels of :data:`LEVELS` that this processor has, best first."""
     import torch  # here, since building a wheel needs this file and has no torch
 
-    levels = [*LEVELS]
-    best = torch.backends.cpu.get_cpu_capability().lower()
-    able = levels[: levels.index(best) + 1] if best in levels else levels[:1]
-    libraries = [library_of(source, level) for level in reversed(able)]
-    return [library for library in libraries if library.exists()]
+    best, known = torch.backends.cpu.get_cpu_capability().lower(), [*LEVELS]
+    return known[known.index(best) :: -1] if best in known else known[:1]
 
 
 def library_of(source: Path, level: str) -> Path:
@@ -107,19 +103,20 @@ def prebuild(source: Path, level: str, library: Path) -> None:
     Raises:
         CompileError: no compiler, or one that does not take the level's flags.
     """
-    build(text_of(source), find_compiler(), library, optional=[("-fopenmp", *LEVELS[level])])
+    build(text_of(source), find_compiler(), library, [("-fopenmp", *LEVELS[level])])
 
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
     compiler, text, folder = find_compiler(), text_of(source), private_folder()
-    name = f"{source.stem}-{_digest(text, compiler)}"
+    flags = [*[("-fopenmp", *LEVELS[level]) for level in levels()], ()]
+    name = f"{source.stem}-{_digest(text, compiler, flags)}"
     for library in folder.glob(f"{name}-*.so"):
         if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
             return ctypes.CDLL(str(library))
         library.unlink()  # a process that has loaded it keeps what it has mapped
     with tempfile.TemporaryDirectory(prefix="made-", dir=folder) as scratch:
         made = Path(scratch) / "library.so"
-        build(text, compiler, made)
+        build(text, compiler, made, flags)
         made.chmod(0o700)  # whatever the umask says, since nobody else may write to it
         library = folder / f"{name}-{_content(made)}.so"
         os.replace(made, library)
@@ -194,14 +191,14 @@ def is_own_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def build(source: str, compiler: Sequence[str], library: Path, optional: Sequence[Sequence[str]] = _OPTIONAL) -> None:
-    """Compile ``source`` into ``library``, with the first of ``optional`` that the compiler takes.
+def build(source: str, compiler: Sequence[str], library: Path, flags: Sequence[Sequence[str]] = ((),)) -> None:
+    """Compile ``source`` into ``library``, with the first of some lists of flags that the compiler takes.
 
     Raises:
         CompileError: with the first line of what the compiler says.
     """
     said = ""
-    for extra in optional:
+    for extra in flags:
         command = [*compiler, *_FLAGS, *extra, "-o", str(library), "-x", "c++", "-"]
         try:
             done = subprocess.run(command, input=source, capture_output=True, text=True, errors="replace", timeout=300)
@@ -212,6 +209,17 @@ def build(source: str, compiler: Sequence[str], library: Path, optional: Sequenc
         lines = done.stderr.strip().splitlines()
         said = next((line for line in lines if "error" in line), lines[0] if lines else "it failed without a word")
     raise CompileError(f"{compiler[0]}: {said[:300]}")
+
+
+@cache
+def integers(values: tuple[int, ...]) -> array[int]:
+    """The numbers as kernels take them, int64, made once: a step has the same ones as the step before."""
+    return array("q", values)
+
+
+def address(numbers: array[Any] | None) -> int:
+    """Where an array lies, 0 for none; it has to live, and to keep its length, as long as a kernel reads it."""
+    return 0 if numbers is None else numbers.buffer_info()[0]
 
 
 def require_memory(
@@ -247,18 +255,11 @@ def _told(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
 
 
-def _digest(source: str, compiler: Sequence[str]) -> str:
-    """A hash of all that a library depends on: source, flags, compiler (path, size, time of change) and processor."""
+def _digest(source: str, compiler: Sequence[str], flags: Sequence[Sequence[str]]) -> str:
+    """A hash of all that a library depends on: source, compiler (path, size, time of change), and flags.
+
+    A home folder may be shared by machines of several kinds, whose levels have other flags.
+    """
     status = os.stat(compiler[0])
-    parts = (source, *_FLAGS, *compiler, str(status.st_size), str(status.st_mtime_ns), *_processor())
+    parts = (source, *compiler, str(status.st_size), str(status.st_mtime_ns), platform.machine(), str((_FLAGS, *flags)))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _processor() -> list[str]:
-    """The processor's name and what it can do, since a home folder may be shared by machines of several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return [platform.machine(), platform.processor()]
-    first = {line.split(":")[0].strip(): line for line in reversed(lines) if line}
-    return [platform.machine(), *(first[key] for key in ("model name", "flags", "Features") if key in first)]

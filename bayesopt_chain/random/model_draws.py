@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import tracing
 from bayesopt_chain._torch import mark_generator
-from bayesopt_chain.random.philox import draw_elements, whole_leaves
+from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number, seed_of
 
 SALT = 0x6D6F64656C  # keeps the model's draws apart from the noise of the same key
@@ -116,7 +116,7 @@ class Keyed(TorchFunctionMode):
             state = self.states.get(calls, next(reversed(self.states.values())))
             x, self.states[calls + 1] = model_draw(self.key, self.count, state, kind, list(shape), p, dtype)
             return x
-        key, elements = self.key ^ SALT, whole_leaves([math.prod(shape)], [draw_number(0, calls + 1)])
+        key, elements = self.key ^ SALT, parts_of_leaves((((0, math.prod(shape)),),), (draw_number(0, calls + 1),))
         if kind == "normal":
             (flat,) = draw_elements(key, self.count, elements, dtype)
         else:

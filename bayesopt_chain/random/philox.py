@@ -49,8 +49,8 @@ _functions: Any = torch  # ``broadcast_shapes`` carries no types
 class Elements(NamedTuple):
     """Which elements of which draws: run ``i`` is ``lengths[i]`` elements of draw ``draws[i]`` from ``starts[i]`` on.
 
-    ``starts`` is empty where every run is a whole leaf, and so starts at 0: integers that an operation is given are copied at
-    every call, and these would be zeros. ``sizes`` are the numbers of elements of the leaves, all runs of a leaf together.
+    ``starts`` is empty where every run starts at 0, as whole leaves do: integers that an operation is given are copied at every
+    call, and these would be zeros. ``sizes`` are the numbers of elements of the leaves, all runs of a leaf together.
     """
 
     starts: tuple[int, ...]
@@ -59,43 +59,29 @@ class Elements(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def whole_leaves(sizes: Sequence[int], draws: Sequence[int]) -> Elements:
-    """All elements of leaves of these sizes, whose draws have these numbers (32 bits each).
-
-    Raises:
-        ValueError: a leaf of more than ``2^34`` elements.
-    """
-    lengths = tuple(sizes)
-    _require_in_range(max(lengths, default=0), "params: a leaf")
-    return Elements((), lengths, tuple(draws), lengths)
-
-
 @lru_cache(maxsize=256)
 def parts_of_leaves(runs: tuple[Runs, ...], draws: tuple[int, ...]) -> Elements:
-    """These runs of each leaf, whose draws have these numbers; a leaf without runs is empty here.
+    """These runs of each leaf, whose draws have these numbers (32 bits each); a leaf without runs is empty here.
 
-    Results are cached, since a matrix that is cut by columns has a run for each of its rows, and every step asks for the same.
+    A whole leaf is the one run from 0 to its size. Results are cached, since a matrix that is cut by columns has a run for each
+    of its rows, and every step asks for the same.
 
     Raises:
-        ValueError: a run that ends past ``2^34``.
+        ValueError: a run that ends past ``2^34``, since the counter has no numbers for its elements.
 
     Example:
         >>> parts_of_leaves((((0, 3), (10, 2)), ()), (7, 8))
         Elements(starts=(0, 10), lengths=(3, 2), draws=(7, 7), sizes=(5, 0))
     """
-    _require_in_range(max([start + length for each in runs for start, length in each], default=0), "pieces: a leaf")
-    flat = [(start, length, draw) for each, draw in zip(runs, draws, strict=True) for start, length in each]
-    starts, lengths, numbers = (tuple([run[i] for run in flat]) for i in range(3))
-    return Elements(starts, lengths, numbers, tuple([sum(length for _, length in each) for each in runs]))
-
-
-def _require_in_range(size: int, what: str) -> None:
-    """Refuse draws of more elements than the counter has numbers for."""
-    if size > LARGEST:
+    if (size := max([start + length for each in runs for start, length in each], default=0)) > LARGEST:
         raise ValueError(
-            f"{what} has {size} elements, and the counter-based stream numbers 2^34: the noise of further ones would "
+            f"params: a leaf has {size} elements, and the counter-based stream numbers 2^34: the noise of further ones would "
             "repeat that of the first. Split the leaf"
         )
+    flat = [(start, length, draw) for each, draw in zip(runs, draws, strict=True) for start, length in each]
+    starts, lengths, numbers = (tuple([run[i] for run in flat]) for i in range(3))
+    sizes = tuple([sum(length for _, length in each) for each in runs])
+    return Elements(starts if any(starts) else (), lengths, numbers, sizes)
 
 
 def draw_elements(
@@ -106,14 +92,14 @@ def draw_elements(
     Args:
         key: the key of the stream, int64, 0-d or with an axis for chains.
         step: the number of the step, likewise.
-        elements: what is drawn, from :func:`whole_leaves` or :func:`parts_of_leaves`.
+        elements: what is drawn, from :func:`parts_of_leaves`.
         dtype: the dtype of the result. Normals are computed in float64 for float64, else in float32.
         kind: ``"gaussian"`` or ``"uniform"`` (on [0, 1)).
 
     Example:
         >>> import torch
         >>> key, step = torch.tensor(3), torch.tensor(0)
-        >>> (leaf,) = draw_elements(key, step, whole_leaves([5], [1]), torch.float64)
+        >>> (leaf,) = draw_elements(key, step, parts_of_leaves((((0, 5),),), (1,)), torch.float64)
         >>> (part,) = draw_elements(key, step, parts_of_leaves((((1, 3),),), (1,)), torch.float64)
         >>> torch.equal(part, leaf[1:4])
         True
@@ -192,14 +178,13 @@ def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype,
     else:
         words = [(word >> 8).to(real) * 2.0**-24 for word in words]  # uniforms, exact in float32
     every = torch.stack([word.unflatten(-1, (-1, group)) for word in words], dim=-2).flatten(-3)
-    if len(lengths) == 1:  # a view, which a long leaf has for nothing
-        return every.narrow(-1, sum(starts) % (4 * group), lengths[0])
+    if len(lengths) == 1:  # of one chain a view, which a long leaf has for nothing
+        return every.narrow(-1, sum(starts) % (4 * group), lengths[0]).contiguous()
     return every.index_select(-1, torch.cat(index))
 
 
 _library: Any = torch.library  # its functions carry no types
 _OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")
-_ARGUMENTS = "Tensor key, Tensor step, int[] starts, int[] lengths, int[] draws"  # the fields of Elements
 
 
 def _room(
@@ -213,26 +198,19 @@ def _room(
 def _normals(
     key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
+    elements = Elements(tuple(starts), tuple(lengths), tuple(draws), ())
+    fill: Callable[..., None] | None = None
+    if not key.is_cuda:
+        fill = normals_kernel()
+    elif dtype == torch.float32 and has_triton():
+        from bayesopt_chain.random.philox_cuda import fill
+    if fill is None:
+        return in_tensors(key, step, elements, dtype)
     out = _room(key, step, starts, lengths, draws, dtype)
-    _fill(out, key, step, starts, lengths, draws)
-    return out
-
-
-def _fill(
-    out: Tensor, key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int]
-) -> None:
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
-    fill: Callable[..., None] | None = None
-    if not out.is_cuda:
-        fill = normals_kernel()
-    elif out.dtype == torch.float32 and has_triton():
-        from bayesopt_chain.random.philox_cuda import fill
-    if fill is not None:
-        fill(out, key, step, tuple(starts), tuple(lengths), tuple(draws))
-    else:
-        elements = Elements(tuple(starts), tuple(lengths), tuple(draws), ())
-        out.copy_(in_tensors(key, step, elements, out.dtype).view(out.shape))
+    fill(out, key, step, *elements[:3])
+    return out
 
 
 def _uniforms(
@@ -241,21 +219,9 @@ def _uniforms(
     return in_tensors(key, step, Elements(tuple(starts), tuple(lengths), tuple(draws), ()), dtype, "uniform")
 
 
-def _leave(out: Tensor, *rest: Any) -> None:
-    """Stand in for :func:`_fill` where tensors have no numbers to be written (fake tensors, ``meta``)."""
+def _register(name: str, function: Callable[..., Tensor]) -> None:
+    """Define an operation for every device, for tensors without numbers (fake tensors, ``meta``), and under ``vmap``."""
 
-
-def _register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    """Define an operation with one function for both devices, and one for tensors without numbers; returns its name."""
-    _OPS.define(schema)
-    name = schema.partition("(")[0]
-    for device in ("CPU", "CUDA"):
-        _OPS.impl(name, function, device)
-    _library.register_fake(f"bayesopt_chain::{name}", fake, lib=_OPS)
-    return name
-
-
-def _register_vmap(name: str) -> None:
     def stacked(
         info: Any, in_dims: tuple[int | None, ...], key: Tensor, step: Tensor, *rest: Any
     ) -> tuple[Tensor, int]:
@@ -264,9 +230,13 @@ def _register_vmap(name: str) -> None:
         out: Tensor = getattr(torch.ops.bayesopt_chain, name)(key, step, *rest)
         return out, out.ndim - 2
 
+    _OPS.define(
+        f"{name}(Tensor key, Tensor step, int[] starts, int[] lengths, int[] draws, ScalarType dtype) -> Tensor"
+    )
+    _OPS.impl(name, function, "CompositeExplicitAutograd")
+    _library.register_fake(f"bayesopt_chain::{name}", _room, lib=_OPS)
     _library.register_vmap(f"bayesopt_chain::{name}", stacked, lib=_OPS)
 
 
-_register(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()", _fill, _leave)
-_register_vmap(_register(f"philox_normals({_ARGUMENTS}, ScalarType dtype) -> Tensor", _normals, _room))
-_register_vmap(_register(f"philox_uniforms({_ARGUMENTS}, ScalarType dtype) -> Tensor", _uniforms, _room))
+_register("philox_normals", _normals)
+_register("philox_uniforms", _uniforms)

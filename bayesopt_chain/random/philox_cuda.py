@@ -75,11 +75,10 @@ def four_normals(block: Value, draw: Value, key: Value, count: Value) -> Value:
 
 
 @jit
-def first_element(block: Value, size: Value, RUN: constexpr) -> Value:
-    """The element that the first normal of every block is, in a leaf of this size."""
-    small = size <= RUN  # such a leaf takes the first normal of each of its blocks, and no other
+def first_element(block: Value, RUN: constexpr) -> Value:
+    """The element that the first normal of every block is."""
     block = block.to(tl.int64)  # an element's number may have two bits more than its block's
-    return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
+    return (block // RUN) * (4 * RUN) + block % RUN
 
 
 @jit(do_not_specialize=["runs", "programs"])
@@ -106,7 +105,7 @@ def _normals(
     if first * 4 < end:  # every run of a table has the programs of the longest, some of which have nothing to do
         block = first + tl.arange(0, BLOCKS)
         z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
-        at = (block // RUN) * (4 * RUN) + block % RUN
+        at = first_element(block, RUN)
         place = out + chain * total + tl.load(entry + 2) - start
         tl.store(place + at, z0, mask=(at >= start) & (at < end))
         tl.store(place + at + RUN, z1, mask=(at + RUN >= start) & (at + RUN < end))

@@ -21,7 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import Elements, Runs, draw_elements, parts_of_leaves, whole_leaves
+from bayesopt_chain.random.philox import Elements, Runs, draw_elements, parts_of_leaves
 
 
 def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -103,11 +103,9 @@ def _elements_of(
     sizes: tuple[int, ...], numbers: tuple[int, ...], each: tuple[int, ...], runs: tuple[Runs | None, ...] | None
 ) -> Elements:
     """The elements of every draw, where leaf ``i`` has ``sizes[i]`` elements and draws ``each[i]`` times."""
-    names = draw_numbers(numbers, each)
-    if runs is None:
-        return whole_leaves([n for n, k in zip(sizes, each) for _ in range(k)], names)
-    here = [((0, n),) if mine is None and n else mine or () for mine, n in zip(runs, sizes)]
-    return parts_of_leaves(tuple([mine for mine, k in zip(here, each) for _ in range(k)]), names)
+    here = [((0, n),) if mine is None else mine for mine, n in zip(runs or [None] * len(sizes), sizes)]
+    here = tuple([mine for mine, k in zip(here, each) for _ in range(k)])
+    return parts_of_leaves(here, draw_numbers(numbers, each))
 
 
 def _hash(path: str) -> int:
@@ -119,15 +117,13 @@ def _hash(path: str) -> int:
 def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
     """For each leaf 32 bits of a hash of its path without wrappers, which name it to the counter-based stream.
 
-    Few leaves draw more than twice in a step; those that do are checked when they draw (:func:`draw_numbers`).
+    Few leaves draw more than twice in a step; those that do are checked again when they draw.
 
     Raises:
         ValueError: two paths whose first two draws would be the same.
     """
     numbers = tuple([hashed(path) for path in without_wrappers(paths)])
-    if (clash := _clash(numbers, (2,) * len(numbers))) is not None:
-        a, b = (paths[i] for i in clash)
-        raise ValueError(f"params: the paths {a} and {b} have one hash, and would get the same noise; rename one")
+    draw_numbers(numbers, (2,) * len(numbers), paths)
     return numbers
 
 
@@ -154,28 +150,22 @@ def draw_number(leaf: int, k: int) -> int:
 
 
 @cache
-def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, ...]:
+def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...], paths: tuple[str, ...] = ()) -> tuple[int, ...]:
     """The numbers of all draws of one step: ``draws[i]`` of the leaf that is numbered ``leaves[i]``, one leaf after the other.
 
     Raises:
-        ValueError: two of them are the same.
+        ValueError: two of them are the same; the message names the leaves by their ``paths``, if these are given.
     """
-    if (clash := _clash(leaves, draws)) is not None:
-        raise ValueError(
-            f"params: a draw of leaf {clash[1]} would be one of leaf {clash[0]}, since the hashes of their paths lie a few "
-            "draws apart; rename one of them"
-        )
-    return tuple([draw_number(leaf, k) for leaf, n in zip(leaves, draws) for k in range(n)])
-
-
-def _clash(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, int] | None:
-    """Two leaves, by their indices, a draw of one of which would be a draw of the other; ``None`` if there are none."""
     seen: dict[int, int] = {}
     for i, (leaf, n) in enumerate(zip(leaves, draws)):
         for k in range(n):
             if (other := seen.setdefault(draw_number(leaf, k), i)) != i:
-                return other, i
-    return None
+                a, b = (paths[j] if paths else j for j in (other, i))
+                raise ValueError(
+                    f"params: a draw of leaf {b} would be one of leaf {a}, since the hashes of their paths are equal, or lie a "
+                    "few draws apart; rename one of them"
+                )
+    return tuple(seen)
 
 
 def seed_of(key: int, count: int) -> int:

@@ -26,7 +26,7 @@ from bayesopt_chain.core.state import State
 # A power of two, so that multiplying and dividing by it does not round.
 IMPULSE = 2.0**-26
 
-NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals", "philox_normals_")
+NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals")
 
 
 class NormalProbe(TorchDispatchMode):
@@ -62,18 +62,15 @@ class NormalProbe(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in NORMALS:
-            drawn = args[0] if out is None else out  # an operation in place may return nothing
-            n = drawn.numel()
+            n = out.numel()
             if self.values is not None and self.drawn + n > len(self.values):
                 raise ValueError(
                     f"NormalProbe: values holds {len(self.values)} numbers, and {self.drawn + n} are drawn under it"
                 )
-            fresh = (
-                drawn.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(drawn.device)
-            )
+            fresh = out.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(out.device)
             self.drawn += n
             given = dict(zip([argument.name for argument in func._schema.arguments], args)) | (kwargs or {})
-            drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * fresh.reshape(drawn.shape))
+            out.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * fresh.reshape(out.shape))
         elif name == "philox_uniforms" or torch.Tag.nondeterministic_seeded in func.tags:
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"

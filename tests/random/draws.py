@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 
-from bayesopt_chain.random.philox import draw_elements, in_tensors, parts_of_leaves, whole_leaves
+from bayesopt_chain.random.philox import draw_elements, in_tensors, parts_of_leaves
+
+
+def whole_leaves(sizes, draws):
+    """All elements of leaves of these sizes."""
+    return parts_of_leaves(tuple(((0, n),) for n in sizes), tuple(draws))
 
 
 def leaf(key, step, size, draw, dtype, kind="gaussian"):

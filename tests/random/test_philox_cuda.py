@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 PROGRAM = """
 import sys, torch
-from bayesopt_chain.random.philox import in_tensors, whole_leaves
+from bayesopt_chain.random.philox import in_tensors, parts_of_leaves
 from bayesopt_chain.random.philox_cuda import fill
 
 device = sys.argv[1]
@@ -22,7 +22,7 @@ for chains in ((), (3,), (2, 2), (0,)):
     keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
     out = torch.full((*chains, sum(sizes)), 9.0, device=device)
     flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
-    elements = whole_leaves(sizes, [250 + i for i in range(len(sizes))])
+    elements = parts_of_leaves(tuple(((0, n),) for n in sizes), tuple(range(250, 259)))
     fill(out, *flat, *elements[:3])
     want = in_tensors(keys, steps, elements, torch.float32)
     torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
@@ -162,7 +162,7 @@ from bayesopt_chain.engine.langevin_cuda import first_element
 @triton.jit
 def places(out, first):
     at = tl.arange(0, 64)
-    tl.store(out + at, first_element(first + at, 1 << 40, 64))
+    tl.store(out + at, first_element(first + at, 64))
 
 out = torch.zeros(64, dtype=torch.int64)
 places[(1,)](out, 2**29 + 64)

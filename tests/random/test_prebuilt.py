@@ -85,7 +85,7 @@ def test_the_best_level_of_the_processor_is_loaded_and_a_broken_library_is_passe
     for library in libraries:
         library.write_text("no library")
     able = libraries[: len(ABLE)]
-    assert compiled.prebuilt(source) == able[::-1]
+    assert [compiled.library_of(source, level) for level in compiled.levels()] == able[::-1]
     assert compiled.load(source).answer() == 42  # compiled, since none of them can be loaded
     able[0].unlink()
     compiled.build('extern "C" int answer() { return 13; }', compiled.find_compiler(), able[0])

@@ -9,10 +9,10 @@ from scipy import stats
 import bayesopt_chain as bc
 from bayesopt_chain.distributed import part
 from bayesopt_chain.random import philox as philox_module
-from bayesopt_chain.random.philox import box_muller, draw_elements, in_tensors, parts_of_leaves, philox, whole_leaves
+from bayesopt_chain.random.philox import box_muller, draw_elements, in_tensors, parts_of_leaves, philox
 from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.random.stream import Variables, draw_number, draw_numbers, leaf_numbers, splitmix64
-from tests.random.draws import cut, leaf, leaf_in_tensors, parts
+from tests.random.draws import cut, leaf, leaf_in_tensors, parts, whole_leaves
 
 
 def words(values):
@@ -104,6 +104,17 @@ def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, co
     assert torch.equal(pairs, torch.stack([square[0, 0], square[1, 1]]))
 
 
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("name", ["philox_normals", "philox_uniforms"])
+def test_draws_of_chains_are_laid_out_as_torchs_compiler_is_told(name, compiler, monkeypatch):
+    """It reads the memory of a result by the strides that it was told, so that one chain got the uniforms of another."""
+    if not compiler:
+        monkeypatch.setattr(philox_module, "normals_kernel", lambda: None)
+    operation = getattr(torch.ops.bayesopt_chain, name).default
+    given = (torch.tensor([5, -7, 9]), torch.tensor(2), [], [5], [1], torch.float32)
+    torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_the_key_comes_from_the_generator_and_nothing_else_does():
     before, params = torch.random.get_rng_state(), [torch.zeros(3)]
     makes = [bc.sghmc(0.1, temperature=1.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
@@ -155,7 +166,7 @@ def test_box_muller_covers_the_plane_evenly_and_finitely():
 def test_leaves_are_numbered_by_their_paths_and_collisions_are_refused(monkeypatch):
     a, b = leaf_numbers(("['a']", "['b']"))
     assert leaf_numbers(("['b']",)) == (b,) != (a,)
-    with pytest.raises(ValueError, match=r"have one hash"):
+    with pytest.raises(ValueError, match=r"leaf same  would be one of leaf same,.* hashes of their paths are equal"):
         leaf_numbers(("same", "other", "same ", "other "), hashed=lambda path: len(path.strip()))
 
 
@@ -245,7 +256,7 @@ def test_the_last_elements_that_the_counter_numbers_have_noise_of_their_own():
 REFUSED = [
     (
         lambda: parts(LARGE_KEY, LARGE_STEP, [((2**34, 1),)], [9], torch.float32),
-        r"pieces: a leaf has 17179869185 elements, .* 2\^34",
+        r"a leaf has 17179869185 elements, .* 2\^34",
     ),
     (lambda: leaf(LARGE_KEY, LARGE_STEP, 2**34 + 1, 1, torch.float32), "Split the leaf"),
     (lambda: leaf(LARGE_KEY, LARGE_STEP, 2**34 + 1, 1, torch.float32, "uniform"), "Split the leaf"),

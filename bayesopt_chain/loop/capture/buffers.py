@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optree
@@ -70,12 +71,31 @@ class Slots:
             what: its name in messages.
 
         Raises:
-            ValueError: the tree has another structure, or a leaf another shape, dtype or device.
+            ValueError: the tree has another structure, or a leaf another shape, dtype or device. Nothing is written then.
         """
         # a tree of tuples, handed back, has the leaves that it had
         is_last = (self.own is not None and tree is self.own) or has_leaves(tree, self.spec, self.leaves)
-        if not (is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses):
-            self.load(*optree.tree_flatten(tree), what)
+        if is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses:
+            return
+        leaves, written = leaves_like(tree, self.spec, what), dict[int, Tensor]()
+        for n, (i, x) in enumerate(zip(self.index, leaves)):
+            mine = self.views[i]
+            if not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype or x.device != mine.device:
+                raise ValueError(
+                    f"capture: {what}, leaf {n}: {describe(x)}, captured was {describe(mine)}; capture again"
+                )
+            # leaves that shared a tensor at capture may now be two tensors, as after loading, if their values are equal
+            if i in written and written[i] is not x and not torch.equal(written[i], x):
+                raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
+            written[i] = x
+        # clones first, since a leaf may be a view of another buffer, which the copies overwrite
+        copies = {i: x.detach().clone() for i, x in written.items() if not x.is_set_to(self.views[i])}
+        with uninterrupted():
+            for x, view in zip(self.buffers, self.views):
+                if not x.is_set_to(view):
+                    x.data = view
+            for i, x in copies.items():
+                self.buffers[i].copy_(x)
 
     def new_values(self, tree: Any, what: str) -> list[Tensor]:
         """Return the next value of each buffer, from a tree that the step returned.
@@ -109,34 +129,6 @@ class Slots:
                 )
             out[i] = leaf
         return [x for x in out if x is not None]
-
-    def load(self, leaves: list, spec: Any, what: str) -> None:
-        """Copy the leaves of a tree with a structure into the buffers.
-
-        Raises:
-            ValueError: structure, shape, dtype or device differ from those that were captured. Nothing is written then.
-        """
-        if spec != self.spec:
-            raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
-        written: dict[int, Tensor] = {}
-        for n, (i, x) in enumerate(zip(self.index, leaves)):
-            mine = self.views[i]
-            if not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype or x.device != mine.device:
-                raise ValueError(
-                    f"capture: {what}, leaf {n}: {describe(x)}, captured was {describe(mine)}; capture again"
-                )
-            # leaves that shared a tensor at capture may now be two tensors, as after loading, if their values are equal
-            if i in written and written[i] is not x and not torch.equal(written[i], x):
-                raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
-            written[i] = x
-        # clones first, since a leaf may be a view of another buffer, which the copies overwrite
-        copies = {i: x.detach().clone() for i, x in written.items() if not x.is_set_to(self.views[i])}
-        with uninterrupted():
-            for x, view in zip(self.buffers, self.views):
-                if not x.is_set_to(view):
-                    x.data = view
-            for i, x in copies.items():
-                self.buffers[i].copy_(x)
 
 
 class Batch:
@@ -181,8 +173,7 @@ class Batch:
         leaves, tensors, views = self.last
         is_last = has_leaves(batch, self.spec, leaves)
         if not (is_last and views and all(map(Tensor.is_set_to, tensors or (), views))):
-            leaves, spec = batches.flatten(batch)
-            self.check(leaves, spec)
+            leaves = self.checked(batch)
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
             tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
             # of a batch that came twice views, which show whether a ``.data`` was replaced
@@ -204,18 +195,22 @@ class Batch:
             if stride is not None
         ]
 
-    def check(self, leaves: list, spec: Any) -> None:
-        """Compare a batch with the first one.
+    def checked(self, batch: Any, lengths: bool = True) -> list:
+        """Compare a batch with the first one, and return its leaves.
+
+        Args:
+            batch: the batch.
+            lengths: whether the axes of tensors have to be of the same lengths, too.
 
         Raises:
             ValueError: they differ in structure, shape, dtype, device, layout or a constant; the message names the first leaf
                 that differs.
         """
-        if spec != self.spec:
-            raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
+        leaves = leaves_like(batch, self.spec, "batch")
         for n, (x, mine) in enumerate(zip(leaves, self.first)):
             if torch.is_tensor(mine):
-                same = torch.is_tensor(x) and signature(x) == signature(mine)
+                same = torch.is_tensor(x) and signature(x)[1:] == signature(mine)[1:]
+                same = same and (x.shape == mine.shape if lengths else x.ndim == mine.ndim)
             else:
                 same = type(x) is type(mine) and x == mine
             if not same:
@@ -223,18 +218,7 @@ class Batch:
                     f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
                     "(drop_last=True) and numbers constant, give capture signatures=2 for a short last batch, or capture again"
                 )
-
-    def differs_in_lengths(self, batch: Any) -> bool:
-        """Whether a batch differs from the first one at most in the lengths of the axes of its tensors."""
-        leaves, spec = batches.flatten(batch)
-        return spec == self.spec and all(
-            [
-                torch.is_tensor(x) and (x.ndim, x.dtype, x.device) == (mine.ndim, mine.dtype, mine.device)
-                if torch.is_tensor(mine)
-                else type(x) is type(mine) and x == mine
-                for x, mine in zip(leaves, self.first)
-            ]
-        )
+        return leaves
 
     def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
         """Return the tensors of step ``k`` of a call: slice ``k`` along the axis of steps, or the whole batch."""
@@ -244,6 +228,21 @@ class Batch:
         """Return the first batch with these tensors in place of its own."""
         given = iter(tensors)
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
+
+
+def leaves_like(tree: Any, spec: optree.PyTreeSpec, what: str) -> list[Any]:
+    """Return the leaves of a tree of the structure that was captured. A dictionary of another class is taken by its keys.
+
+    Raises:
+        ValueError: the tree has another structure.
+    """
+    leaves: list[Any] = [None]  # which is no leaf
+    with suppress(ValueError):
+        leaves = spec.flatten_up_to(tree)
+    if not optree.all_leaves(leaves, namespace=spec.namespace):
+        found = optree.tree_structure(tree, namespace=spec.namespace)
+        raise ValueError(f"capture: {what}: the structure is {found}, captured was {spec}; capture again")
+    return leaves
 
 
 def signature(x: Tensor) -> tuple[Any, ...]:

@@ -191,7 +191,7 @@ class Captured:
             refusal: the error of the last program.
 
         Raises:
-            ValueError: ``refusal``, if the batch differs in more than lengths, or if ``signatures`` shapes were recorded.
+            ValueError: the batch differs in more than lengths; ``refusal``, if ``signatures`` shapes were recorded.
         """
         for program in self._programs:
             with suppress(ValueError):
@@ -200,8 +200,9 @@ class Captured:
                 self._program = program
                 return inputs
         body = self._program.body
-        if len(self._programs) >= self._signatures or not body.batch.differs_in_lengths(batch):
+        if len(self._programs) >= self._signatures:
             raise refusal
+        body.batch.checked(batch, lengths=False)
         self._program = self._record(body.with_batch(batch))
         self._programs.append(self._program)
         return self._program.body.batch.tensors_of(batch)

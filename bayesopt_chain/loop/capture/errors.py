@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.random import model_draws
 
 
@@ -28,9 +29,9 @@ class CaptureError(RuntimeError):
 
 
 def describe(x: Any) -> str:
-    """Shape, dtype, device and, unless dense, layout of a tensor, for messages; anything else as ``repr`` shows it."""
+    """Shape, dtype, device and, unless dense, layout of a tensor, for messages; anything else as ``repr`` begins."""
     if not torch.is_tensor(x):
-        return repr(x)
+        return short(x)
     return f"{tuple(x.shape)}, {x.dtype} on {x.device}{'' if x.layout is torch.strided else f', {x.layout}'}"
 
 

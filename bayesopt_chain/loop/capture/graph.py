@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -104,8 +105,9 @@ class _Mutations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable:
+            given: Any = args, kwargs
             with _disable_current_modes():
-                for x in args:
+                for x in optree.tree_leaves(given):
                     if type(x) in (Tensor, torch.nn.Parameter) and id(x) not in self.before:
                         self.before[id(x)] = x, x.detach().clone()
         return func(*args, **(kwargs or {}))
@@ -119,20 +121,27 @@ class _Mutations(TorchDispatchMode):
 
 def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
     """Turn the tensors that the graph holds as constants into inputs, so that their values are read at every replay."""
-    lifted: dict[int, tuple[torch.fx.Node, Tensor]] = {}
-    for node in list(graph.graph.nodes):
-        if node.op == "get_attr" and torch.is_tensor(value := getattr(graph, node.target, None)):
-            if id(value) not in lifted:
-                lifted[id(value)] = new_input(graph, f"closed_over_{len(lifted)}", node.meta), value
-            node.replace_all_uses_with(lifted[id(value)][0])
-            graph.graph.erase_node(node)
+    lifted: dict[int, tuple[Tensor, list[torch.fx.Node]]] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if torch.is_tensor(value := getattr(graph, node.target, None)):
+            lifted.setdefault(id(value), (value, []))[1].append(node)
+    for i, (_, nodes) in enumerate(lifted.values()):
+        replace_by_input(graph, nodes, f"closed_over_{i}")
     graph.recompile()
-    return [value for _, value in lifted.values()]
+    return [value for value, _ in lifted.values()]
+
+
+def replace_by_input(graph: torch.fx.GraphModule, nodes: Sequence[torch.fx.Node], name: str) -> None:
+    """Replace nodes, whose values are the same, by one further input of a graph."""
+    place = new_input(graph, name, nodes[0].meta)
+    for node in nodes:
+        node.replace_all_uses_with(place)
+        graph.graph.erase_node(node)
 
 
 def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.Node:
-    """Add an input to a graph, after its other inputs, with the metadata of a node that it replaces."""
-    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    """Add an input to a graph, after its other inputs, with the metadata of another node."""
+    last = graph.graph.find_nodes(op="placeholder")[-1:]
     with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None):
         placeholder = graph.graph.placeholder(name)
     placeholder.meta.update(meta)
@@ -140,50 +149,34 @@ def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.No
 
 
 def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[partial[None]]]:
-    """Replace the normal draws of a graph by further inputs.
+    """Replace the normal draws of a graph by further inputs, where their keys and counts are static buffers.
 
-    A draw that allocates its result causes page faults in every call, which for large leaves take as long as the draw itself.
-    Drawing into a buffer avoids them. If the key and the count of a draw are static buffers, whose addresses do not change,
-    the kernel is called before the graph, since torch's dispatch of an operation takes longer than the draws of a small step.
-    Otherwise the graph draws into the buffer by an operation.
+    The kernel is then called before the graph, with addresses that do not change: torch's dispatch of an operation takes longer
+    than the draws of a small step, and an operation that allocates its result causes page faults in every call, which for large
+    leaves take as long as the draw itself. A draw whose key or count the graph computes stays an operation of the graph.
 
     Args:
-        graph: the graph, which is changed.
+        graph: the graph of a step on a CPU, which is changed.
         static: the static buffers, which are its first inputs.
 
     Returns:
-        The buffers, one for each new input, and the calls that draw into some of them before the graph runs.
+        The buffers, one for each new input, and the calls that draw into them before the graph runs.
     """
     buffers, fills = list[Tensor](), list[partial[None]]()
-    ops = torch.ops.bayesopt_chain
+    kernel: Any = normals_kernel()
     places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-
-    def key_and_count(node: torch.fx.Node) -> list[Tensor]:
-        """Return the static buffers that hold the key and the count; fewer than two if the graph computes one of them."""
-        found = [input_of(x, places) for x in node.args[:2]]
-        return [static[i] for i in found if i is not None and i < len(static)]
-
-    def lifted(node: torch.fx.Node, dtype: torch.dtype) -> tuple[Tensor, torch.fx.Node]:
-        """Replace a draw by a further input of the graph. Return the buffer that is this input, and the input's node."""
-        buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
-        place = new_input(graph, f"draw_{len(buffers)}", node.meta)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.bayesopt_chain.philox_normals.default):
+        args: Any = node.args
+        *keyed, starts, lengths, draws, dtype = args
+        shape = node.meta["val"].shape
+        found = [input_of(x, places) for x in keyed]
+        known = [static[i] for i in found if i is not None and i < len(static)]
+        if kernel is None or [x.shape for x in known] != [shape[:-1]] * 2 or len(shape) > 2:
+            continue
+        buffer = torch.empty(shape, dtype=dtype, device="cpu")
+        fills.append(kernel.bound(buffer, *known, tuple(starts), tuple(lengths), tuple(draws)))
+        replace_by_input(graph, [node], f"draw_{len(buffers)}")
         buffers.append(buffer)
-        node.replace_all_uses_with(place)
-        return buffer, place
-
-    for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
-        *about, dtype = node.args
-        known = key_and_count(node)
-        buffer, place = lifted(node, dtype)
-        kernel = normals_kernel() if buffer.device.type == "cpu" else None
-        if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):
-            bind: Any = kernel
-            fills.append(bind.bound(buffer, *known, *map(tuple, about[2:])))
-        else:
-            with graph.graph.inserting_before(node):
-                graph.graph.call_function(ops.philox_normals_.default, (place, *about))
-        graph.graph.erase_node(node)
-    graph.recompile()
     return buffers, fills
 
 
@@ -200,7 +193,6 @@ def write_out_multiples(graph: torch.fx.GraphModule) -> None:
                 with graph.graph.inserting_before(node):
                     multiple = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, alpha))
                 node.args, node.kwargs = (node.args[0], multiple), {}
-    graph.recompile()
 
 
 def input_of(node: Any, places: Mapping[torch.fx.Node, int]) -> int | None:

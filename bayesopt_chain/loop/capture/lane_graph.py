@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from bayesopt_chain.loop.capture.graph import input_of, new_input
+from bayesopt_chain.loop.capture.graph import input_of, new_input, replace_by_input
 from bayesopt_chain.loop.capture.lane_kernels import in_lanes
 from bayesopt_chain.random.philox_cpu import normals_kernel
 
@@ -160,7 +160,6 @@ def products(graph: GraphModule) -> None:
     for node in graph.graph.nodes:  # strides have changed, so that a view may not be possible
         if node.target in _VIEWS:
             node.target = aten.reshape.default
-    graph.recompile()
 
 
 def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tuple[int, int]]]:
@@ -169,19 +168,14 @@ def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
     Returns:
         For each new input, a buffer in lanes, and the indices of the inputs table and rows.
     """
-    made: dict[tuple[int, int], tuple[Node, Tensor]] = {}
-    for node in list(graph.graph.nodes):
-        places = rows.found(node)
-        if places is None:
-            continue
-        if places not in made:
-            value = node.meta["val"]
-            room = in_lanes(torch.empty(value.shape, dtype=value.dtype, device="cpu"), rows.chains)
-            made[places] = new_input(graph, f"rows_{len(made)}", node.meta), room
-        node.replace_all_uses_with(made[places][0])
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return [room for _, room in made.values()], [*made]
+    found: dict[tuple[int, int], list[Node]] = {}
+    for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        if (places := rows.found(node)) is not None:
+            found.setdefault(places, []).append(node)
+    rooms = [_room(nodes[0], rows.chains) for nodes in found.values()]
+    for i, nodes in enumerate(found.values()):
+        replace_by_input(graph, nodes, f"rows_{i}")
+    return rooms, [*found]
 
 
 def lift_normals(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
@@ -194,13 +188,17 @@ def lift_normals(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
     rooms, draws = list[Tensor](), list[tuple[Any, ...]]()
     for node in graph.graph.find_nodes(op="call_function", target=_normals):
         args: Any = node.args
-        *keyed, _, lengths, numbers, dtype = args
-        rooms.append(in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype, device="cpu"), rows.chains))
+        *keyed, _, lengths, numbers, _ = args
+        rooms.append(_room(node, rows.chains))
         draws.append((*[input_of(x, rows.places) for x in keyed], tuple(lengths), tuple(numbers)))
-        node.replace_all_uses_with(new_input(graph, f"draw_{len(rooms)}", node.meta))
-        graph.graph.erase_node(node)
-    graph.recompile()
+        replace_by_input(graph, [node], f"draw_{len(rooms)}")
     return rooms, draws
+
+
+def _room(node: Node, chains: int) -> Tensor:
+    """A buffer in lanes for the value of a node."""
+    like = node.meta["val"]
+    return in_lanes(torch.empty(like.shape, dtype=like.dtype, device="cpu"), chains)
 
 
 def lift_report(graph: GraphModule, chains: int) -> list[Tensor]:
@@ -211,11 +209,9 @@ def lift_report(graph: GraphModule, chains: int) -> list[Tensor]:
     """
     (output,), rooms = graph.graph.find_nodes(op="output"), list[Tensor]()
     for value in cast(Any, output.args[0]):
-        like = value.meta["val"]
-        rooms.append(in_lanes(torch.empty(like.shape, dtype=like.dtype, device="cpu"), chains))
+        rooms.append(_room(value, chains))
         room = new_input(graph, f"report_{len(rooms)}", value.meta)
         with graph.graph.inserting_before(output):
             graph.graph.call_function(aten.copy_.default, (room, value))
     output.args = ((),)
-    graph.recompile()
     return rooms

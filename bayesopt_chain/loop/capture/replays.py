@@ -98,6 +98,7 @@ class Compiled:
             lifted, self.fills = lift_draws(graph, body.static)
             self.inputs += lifted
         write_out_multiples(graph)
+        graph.recompile()  # after all changes of the graph
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]
         inductor: Any = config
         # every call comes with our own buffers, and with batches whose strides ``Batch`` has checked

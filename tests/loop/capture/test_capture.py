@@ -5,6 +5,7 @@ import copy
 import pickle
 import uuid
 import warnings
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import optree
@@ -278,23 +279,39 @@ def test_what_the_user_changes_between_calls_is_seen():
         fast(*start, data)
 
 
+def test_a_dictionary_of_another_class_is_taken_by_its_keys():
+    """Whether it holds the static buffers, the tensors of the last batch, or others."""
+    params, (x, y) = setup()
+    given, batch = OrderedDict(reversed(params.items())), {"x": x, "y": y}
+    step = bc.make_step(lambda p, batch: loss(p, (batch["x"], batch["y"])), bc.sgd(0.05, 0.9))
+    fast = bc.capture(step, params, state := step.tx.init(params), batch, backend="eager", signatures=2)
+    eager, mine, batch = (params, state), (given, state), OrderedDict(y=y, x=x)
+    for n in (8, 8, 5):
+        mine = fast(*mine, OrderedDict((k, v[:n]) for k, v in batch.items()))[:2]
+        mine = fast(OrderedDict(reversed(mine[0].items())), mine[1], batch)[:2]
+        eager = step(*step(*eager, {"x": x[:n], "y": y[:n]})[:2], batch)[:2]
+        assert_close(mine, eager, **CLOSE)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_that_share_memory(backend):
-    """One tensor twice in the batch, once; and buffers, written by the step, that are views of one tensor."""
-    both, x, y = torch.zeros(2, 3), torch.randn(3), torch.randn(3)
+    """One tensor twice in the batch, once; and buffers, written by the step, that are views of one tensor, or ``out=``."""
+    both, x, y, one, out = torch.zeros(2, 3), torch.randn(3), torch.randn(3), torch.ones(2), torch.zeros(2)
 
     def writing(params, batch):
+        torch.add(one, 1.0, out=out)
         both[0].add_(batch[0].detach())
         both[1].add_(both[0])
         return ((params - batch[0] * batch[1]) ** 2).sum()
 
     step, fast, start = record(writing, bc.sgd(0.05), torch.zeros(3), (x, x), backend=backend)
-    assert torch.equal(both, torch.zeros(2, 3))
+    assert torch.equal(both, torch.zeros(2, 3)) and torch.equal(out, torch.zeros(2))
     for batch in ((x, x), (x, y), (y, y), (x, y)):
         before = both.clone()
         want = step(*start, batch)[0], both.clone()
         both.copy_(before)
         assert_close((fast(*start, batch)[0], both), want, **CLOSE)
+    assert torch.equal(out, 2 * one)
 
 
 @pytest.mark.parametrize("steps, backend", [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=COMPILED)])
