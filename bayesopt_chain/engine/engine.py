@@ -36,13 +36,14 @@ from bayesopt_chain.engine.sweep_cpu import (
     MOVES,
     NESTEROV,
     PARALLEL,
+    address,
     numbers_of,
     pointers,
     sweep_kernel,
     tensors_of,
 )
 from bayesopt_chain.matching.filters import Filtered
-from bayesopt_chain.random.compiled import address, integers
+from bayesopt_chain.random.compiled import integers
 from bayesopt_chain.random.philox import has_triton
 from bayesopt_chain.random.stream import draw_numbers
 from bayesopt_chain.tracing import is_traced, is_transformed

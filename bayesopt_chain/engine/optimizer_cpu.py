@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.engine.sweep_cpu import pointers
+from bayesopt_chain.engine.sweep_cpu import address, pointers
 from bayesopt_chain.random import compiled
-from bayesopt_chain.random.compiled import address, integers
+from bayesopt_chain.random.compiled import integers
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save

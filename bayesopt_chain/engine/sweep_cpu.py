@@ -70,6 +70,11 @@ def pointers(tensors: Sequence[Tensor | None]) -> array[int]:
     return array("q", map(Tensor.data_ptr, tensors))  # pyright: ignore[reportArgumentType]
 
 
+def address(numbers: array[Any] | None) -> int:
+    """Where an array lies, 0 for none; it has to live, and to keep its length, as long as a kernel reads it."""
+    return 0 if numbers is None else numbers.buffer_info()[0]
+
+
 @cache
 def sweep_kernel() -> Sweep | None:
     """The library, or ``None`` where nothing compiles; then the links act one by one, more slowly."""

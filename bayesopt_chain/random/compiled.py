@@ -113,7 +113,7 @@ def _load_compiled(source: Path) -> ctypes.CDLL:
     for library in folder.glob(f"{name}-*.so"):
         if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
             return ctypes.CDLL(str(library))
-        library.unlink()  # a process that has loaded it keeps what it has mapped
+        library.unlink(missing_ok=True)  # a process that has loaded it keeps what it has mapped
     with tempfile.TemporaryDirectory(prefix="made-", dir=folder) as scratch:
         made = Path(scratch) / "library.so"
         build(text, compiler, made, flags)
@@ -138,11 +138,11 @@ def private_folder() -> Path:
         checks.warn(
             f"{err}; compiling into a private temporary folder, in every process anew (XDG_CACHE_HOME may name another one)"
         )
-        return _temporary()
+        return temporary_folder()
 
 
 @cache
-def _temporary() -> Path:
+def temporary_folder() -> Path:
     """A fresh folder that nobody else can read or write, removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="bayesopt_chain-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -215,11 +215,6 @@ def build(source: str, compiler: Sequence[str], library: Path, flags: Sequence[S
 def integers(values: tuple[int, ...]) -> array[int]:
     """The numbers as kernels take them, int64, made once: a step has the same ones as the step before."""
     return array("q", values)
-
-
-def address(numbers: array[Any] | None) -> int:
-    """Where an array lies, 0 for none; it has to live, and to keep its length, as long as a kernel reads it."""
-    return 0 if numbers is None else numbers.buffer_info()[0]
 
 
 def require_memory(

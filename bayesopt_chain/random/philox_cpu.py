@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.random import compiled
-from bayesopt_chain.random.compiled import address, integers, require_memory
+from bayesopt_chain.random.compiled import integers, require_memory
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ class NormalsKernel:
         require_memory("philox", _CPU, memory, keys=(keys, shapes), steps=(steps, shapes))
         keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
         stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
-        runs = address(integers(starts)), address(integers(lengths)), len(lengths), address(integers(draws))
+        runs = _address(starts), _address(lengths), len(lengths), _address(draws)
         threads = torch.get_num_threads() if out.numel() > _PARALLEL else 1
         return partial(self.kernels[dtype], out.data_ptr(), *keyed, *stepped, rows, *runs, threads)
 
@@ -103,8 +103,11 @@ class NormalsKernel:
         }
         require_memory("philox in lanes", _CPU, memory)
         where = out.data_ptr(), keys.data_ptr(), steps.data_ptr()
-        of_leaves = address(integers(lengths)), len(lengths), address(integers(draws))
-        return partial(self.of_lanes[dtype], *where, chains, *of_leaves)
+        return partial(self.of_lanes[dtype], *where, chains, _address(lengths), len(lengths), _address(draws))
+
+
+def _address(numbers: tuple[int, ...]) -> int:
+    return integers(numbers).buffer_info()[0]
 
 
 @cache

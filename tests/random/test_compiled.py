@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,12 @@ def test_a_damaged_library_is_built_again(cache, source, how):
     assert kept.stat().st_ino != before and kept.stem.endswith(compiled._content(kept))
 
 
+def test_a_damaged_library_may_be_removed_by_another_process_first(cache, source, monkeypatch):
+    compiled.load(source)
+    monkeypatch.setattr(compiled, "is_own_file", Path.unlink)
+    assert compiled.load(source).answer() == 42
+
+
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
 def test_a_folder_that_others_can_change_is_not_used(cache, private, how, monkeypatch):
     if how == "open to others":
@@ -154,12 +161,12 @@ def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, so
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     at_exit = []
     monkeypatch.setattr(compiled.atexit, "register", lambda f, *a, **k: at_exit.append(lambda: f(*a, **k)))
-    compiled._temporary.cache_clear()
+    compiled.temporary_folder.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"not a folder of this user's alone.*in every process anew"):
             assert compiled.load(source).answer() == 42
     finally:
-        compiled._temporary.cache_clear()
+        compiled.temporary_folder.cache_clear()
     (folder,) = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not list(cache.iterdir())
     at_exit.pop()()
@@ -244,12 +251,12 @@ def test_the_compiler_may_bring_arguments(cache, source, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", ["nothing", "by torch", "by the user"])
+@pytest.mark.parametrize("named", ["nothing", "by torch", "by the user", "with a space"])
 def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private, tmp_path, named, monkeypatch):
     """torch's own folder is known to everybody, in a folder where everybody can make it first."""
     from torch._inductor import codecache
 
-    from bayesopt_chain.loop.capture.replays import keyed_cache
+    from bayesopt_chain.loop.capture import replays
 
     names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
     shared = tmp_path / "torchinductor_someone"
@@ -259,14 +266,19 @@ def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     for name, inside in zip(names, ("", "/triton/0")):
         monkeypatch.setenv(name, str(shared if named == "by torch" else private / "mine") + inside)
-        if named == "nothing":
+        if named in ("nothing", "with a space"):
             monkeypatch.delenv(name)
+    if named == "with a space":  # at which torch's compiler splits its command
+        monkeypatch.setenv("XDG_CACHE_HOME", str(private / "with a space"))
+        monkeypatch.setattr(replays, "temporary_folder", lambda: cache)
+        cache.mkdir()
     monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", None)
     monkeypatch.setattr(codecache, "_HEADER_DIR", None)  # fixed when torch's file is imported
     path = codecache.CacheBase.get_local_cache_path
     path.cache_clear()
     remembered = path() if named == "by torch" else shared
-    with keyed_cache(on_cpu=False):
+    said = pytest.warns(UserWarning, match="cannot take the path") if named == "with a space" else nullcontext()
+    with said, replays.keyed_cache(on_cpu=False):
         used = [*(os.environ.get(name, "") for name in names), codecache._HEADER_DIR]
         assert path() != remembered
     path.cache_clear()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,14 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _torch
+from bayesopt_chain import _torch, checks
 from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.loop.capture.buffers import Body, require_as_captured
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws, write_out_multiples
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded, Kernels
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.random.compiled import private_folder
+from bayesopt_chain.random.compiled import private_folder, temporary_folder
 from bayesopt_chain.version import __version__
 
 LARGE = 2**24  # bytes of the inputs of a step from which on Python takes a small part of it
@@ -385,6 +386,7 @@ def keyed_cache(on_cpu: bool = True) -> Iterator[Callable[[Sequence[Tensor]], li
 def leave_the_shared_folder() -> None:
     """Have torch keep and find programs in a folder of this user's alone, if it would do so in the shared one.
 
+    Torch writes the folder's path into a command as it is, so that one with spaces or quotes would be taken apart.
     The folder is that of the whole process, since kernels of a program may be compiled and loaded as late as at its first call.
     """
     from torch._inductor import codecache
@@ -395,7 +397,14 @@ def leave_the_shared_folder() -> None:
     named = {name: os.environ.get(name, shared) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     if os.path.abspath(named["TORCHINDUCTOR_CACHE_DIR"]) != shared:
         return  # the user's own choice, or ours
-    folder = private_folder() / "inductor"
+    folder = private_folder()
+    if shlex.split(str(folder)) != [str(folder)]:
+        checks.warn(
+            f"capture: torch's compiler cannot take the path {folder}; compiling into a private temporary folder, in every "
+            "process anew (XDG_CACHE_HOME may name another one)"
+        )
+        folder = temporary_folder()
+    folder = folder / "inductor"
     folder.mkdir(mode=0o700, exist_ok=True)
     clear_caches()  # paths that torch remembers, such as those of compiled headers
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
