@@ -477,11 +477,11 @@ def posterior_ensemble(
     if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     batch, loaders = read(data)
-    raw = Data(*as_pair(batch), batches.size(batch))
+    raw = Data._make((*as_pair(batch), batches.size(batch)))
     device = batches.flatten(raw.inputs)[0][0].device
     networks = members_of(make_model, members, seed, device, raw.inputs_of(2))
     reader = Reader(networks.still.module)  # which knows what the module takes, and whether it moves labels itself
-    raw = Data(*reader(batch), raw.size)
+    raw = Data._make((*reader(batch), raw.size))
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
     pair = raw.folds(held_out, seed)

@@ -131,7 +131,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         # tensors are held beside their names, so that nothing else takes their memory
         self.known = {x.untyped_storage().data_ptr(): (name, x) for name, x in params.items()}
-        self.sizes, self.left = dict[str, int](), dict[str, list[Tensor]]()
+        self.sizes, self.left = dict[str, float](), dict[str, list[Tensor]]()
 
     def name_of(self, x: Any) -> str | None:
         """Of the parameter whose memory this is."""
