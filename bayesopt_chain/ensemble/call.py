@@ -787,6 +787,12 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
             f"{WHO}in training mode the module returns {checks.short(trained)}, and in eval mode {checks.short(whole)}, for "
             f"{LEAST} data: it must return a tensor [B, *event] of one shape in both, or something with logits that are one"
         )
+    sums = [whole.sum(axis) for axis in range(1, whole.ndim) if likelihood.has_classes and bool((whole >= 0).all())]
+    if any(torch.allclose(x, torch.ones_like(x), atol=1e-3) for x in sums):
+        raise ValueError(
+            f"{WHO}the module returns probabilities, which add up to 1, where logits are asked for: leave out the softmax at "
+            "its end"
+        )
     parts = [networks.outputs(data.take(rows)[0]) for rows in torch.arange(LEAST, device="cpu").chunk(2)]
     if bool((whole - torch.cat(parts)).abs().max() > 0.01 * whole.abs().max()):
         raise ValueError(

@@ -265,7 +265,9 @@ def _in_order(loader: DataLoader, who: str) -> Iterable[Any]:
 
 def _joined(loader: Iterable[Any], who: str) -> Any:
     try:
-        flat = [batches.flatten(tuple(part) if isinstance(part, list) else part) for part in loader]
+        parts = [tuple(part) if isinstance(part, list) else part for part in loader]
+        # single data are known by first axes of different lengths; an empty batch adds nothing
+        flat = [batches.flatten(part) for part in parts if batches.size(part, 1)]
         whole = [torch.cat(columns) for columns in zip(*(leaves for leaves, _ in flat), strict=True)]
     except (RuntimeError, TypeError, ValueError) as err:
         raise ValueError(

@@ -210,6 +210,14 @@ WRONG = [
     (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
     (maker(), (X / 0, Y), GAUSSIAN, ValueError, "posterior_ensemble: inputs are NaN or infinite for 48 of 48"),
     (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+    (maker(), [*zip(X, Y)], GAUSSIAN, ValueError, "lengths.* of single data make a DataLoader"),
+    (
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.Softmax(1)),
+        (X, (X[:, 0] > 0).long()),
+        bc.likelihoods.categorical(),
+        ValueError,
+        "probabilities.* leave out the softmax",
+    ),
     (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
     (
         maker(),
