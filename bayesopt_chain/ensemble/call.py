@@ -450,9 +450,9 @@ def posterior_ensemble(
     Raises:
         TypeError: neither a module nor a function; data that hold no tensors.
         ValueError: an argument out of range; layers whose weights cannot be drawn anew; predictions that in ``eval`` mode
-            depend on other data or on chance; targets that the likelihood cannot have, or that are so far from 0 that the
-            networks' dtype cannot tell them apart; training that diverges; ``path`` of another call; fewer members than ranks,
-            or ranks with other calls.
+            depend on other data or on chance; probabilities in the place of logits; targets that the likelihood cannot have, or
+            that are so far from 0 that the networks' dtype cannot tell them apart; training that diverges; ``path`` of another
+            call; fewer members than ranks, or ranks with other calls.
         EnsembleError: the networks predict held-out data worse than a constant does, by a standard error; or a stage failed
             after some training. What was fitted is the error's ``ensemble``.
 
