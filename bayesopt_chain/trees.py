@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
 from types import NoneType
@@ -380,3 +380,17 @@ def gram(rows: Tree) -> Tensor:
     """Return the matrix ``[M, M]`` of inner products between rows."""
     flat = [row.reshape(row.shape[0], math.prod(row.shape[1:])) for row in optree.tree_leaves(rows)]
     return reduce(torch.add, [x @ x.mT for x in flat])
+
+
+def spectral(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
+    """Call ``torch.linalg.eigh`` or ``eigvalsh`` on a matrix, and again in float64 where it fails.
+
+    Of some singular matrices in float32 MKL's routines return NaN, or raise, whatever their scale.
+    """
+    try:
+        found = function(matrix)
+        if all(is_hidden(x) or bool(x.isfinite().all()) for x in optree.tree_leaves(found)):
+            return found
+    except torch.linalg.LinAlgError:
+        pass
+    return optree.tree_map(lambda x: x.to(matrix.dtype), function(matrix.double()))

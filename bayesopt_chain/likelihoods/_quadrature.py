@@ -62,7 +62,7 @@ from torch.quasirandom import SobolEngine
 
 from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import wide
+from bayesopt_chain.trees import spectral, wide
 
 FEW, MANY = 129, 2**20 + 1  # points of the trapezoidal rule: to begin with, and for deviations of 10,000 widths
 AGREE, LEAST = 1e-5, 1e-7  # of the answer, and of a unit: how close a rule has to be to that of every other point
@@ -166,7 +166,7 @@ def _cholesky(matrix: Tensor, least: Tensor) -> Tensor:
 def root_by_eigenvectors(covariance: Tensor) -> Tensor:
     """A with ``A A^T = S``, ``[*, K, K]``, S singular or not; NaN where S is not finite, as of inputs that are not."""
     is_finite = covariance.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    values, vectors = torch.linalg.eigh(torch.where(is_finite, covariance, 0))
+    values, vectors = spectral(torch.linalg.eigh, torch.where(is_finite, covariance, 0))
     return torch.where(is_finite, vectors * values.clamp_min(0).sqrt()[..., None, :], math.nan)
 
 

@@ -124,7 +124,7 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY, Regression
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root
-from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size
+from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size, spectral
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
 TRIALS = 40  # evaluations that one line search may take
@@ -322,14 +322,14 @@ def spectra(precision: Any) -> list[Spectrum] | None:
 @spectra.register
 def _(precision: Dense) -> list[Spectrum]:
     like = optree.tree_leaves(precision.like)
-    values = torch.linalg.eigvalsh(precision.matrix)
+    values = spectral(torch.linalg.eigvalsh, precision.matrix)
     return [Spectrum(tuple(range(len(like))), values.clamp_min(0))]
 
 
 @spectra.register
 def _(precision: Root) -> list[Spectrum]:
     rows = optree.tree_leaves(precision.rows)
-    values = torch.linalg.eigvalsh(gram([row.to(common_dtype(rows)) for row in rows]))
+    values = spectral(torch.linalg.eigvalsh, gram([row.to(common_dtype(rows)) for row in rows]))
     entries = sum(row[0].numel() for row in rows)
     return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0))]
 

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten, widened
+from bayesopt_chain.trees import (
+    Tree,
+    as_tensor,
+    flatten,
+    paths,
+    require_like,
+    size,
+    spectral,
+    spread,
+    unflatten,
+    widened,
+)
 
 
 def lower_root(rows: Tensor) -> Tensor:
@@ -86,7 +97,7 @@ class Dense(NamedTuple("_Dense", [("matrix", Tensor), ("like", Tree), ("count", 
 
     def as_rows(self) -> Tree:
         """Return rows with ``Lambda = rows^T rows``, by an eigendecomposition, which loses digits."""
-        values, vectors = torch.linalg.eigh(self.matrix)
+        values, vectors = spectral(torch.linalg.eigh, self.matrix)
         tolerance = 1e3 * torch.finfo(values.dtype).eps
         if not is_hidden(values) and bool((values < -tolerance * values.abs().max()).any()):
             raise ValueError(f"the precision is indefinite (eigenvalue {values.min().item():.3g}): use curvature.ggn")

@@ -31,7 +31,7 @@ from bayesopt_chain.precision._algebra import (
     require_same_structure,
 )
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
+from bayesopt_chain.trees import Tree, paths, require_like, scaled, spectral, spread
 
 FACTORS: list[tuple[str, Any]] = [("left", Tree), ("right", Tree), ("diagonal", Tree), ("like", Tree)]
 AMOUNTS: list[tuple[str, Any]] = [("data", Tensor), ("weight", Tensor), ("seen", Tensor)]
@@ -244,7 +244,7 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose a positive semidefinite factor; rounding below zero is set to zero."""
     if factor.ndim == 1:
         return factor.clamp_min(0), torch.ones_like(factor)
-    values, vectors = torch.linalg.eigh(factor)
+    values, vectors = spectral(torch.linalg.eigh, factor)
     return values.clamp_min(0), vectors
 
 

@@ -41,6 +41,7 @@ from bayesopt_chain.trees import (
     require_like,
     require_positive,
     scaled,
+    spectral,
     upcast,
 )
 
@@ -332,7 +333,8 @@ def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:
     whatever the linear algebra library returns; here it is such that ``sum_m exp(-m / M) v_m`` is positive, so that the rows
     depend on neither the library nor the batching.
     """
-    _, rotation = torch.linalg.eigh(gram(rows).nan_to_num(0.0, 0.0, 0.0))  # it refuses NaN, which the rows hand on
+    # NaN would be refused here, and the rows hand it on
+    _, rotation = spectral(torch.linalg.eigh, gram(rows).nan_to_num(0.0, 0.0, 0.0))
     m = torch.arange(rotation.shape[-1], dtype=rotation.dtype, device=rotation.device)
     sign = torch.where(torch.exp(-m / len(m)) @ rotation < 0, -1.0, 1.0).to(rotation.dtype)
     longest_first = (rotation * sign).mT.flip(0)

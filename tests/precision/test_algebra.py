@@ -371,3 +371,28 @@ def test_layer_bases_diagonalise_every_block_or_are_absent(name, tree):
             basis = torch.kron(*full)
         blocks.append(basis * values.reshape(-1) @ basis.T)
     assert_equal(torch.block_diag(*blocks), precision.to_dense())
+
+
+@pytest.mark.parametrize("fails", ["raises", "gives NaN"])
+def test_a_decomposition_that_fails_in_float32_is_made_in_float64(monkeypatch, fails):
+    """As MKL's does of some singular matrices: a low-rank sum and Kronecker factors are those of float64, to 1e-5."""
+    rows, eigh = torch.randn(6, 5, dtype=torch.float64), torch.linalg.eigh
+
+    def answers(dtype):
+        x = rows.to(dtype)
+        low_rank = LowRank(torch.ones(5, dtype=dtype), x[:2], COUNT).add(Root(x[2:], COUNT))
+        kronecker = Kronecker(x.T @ x, x[:4] @ x[:4].T, torch.ones((), dtype=dtype), torch.zeros(5, 4), COUNT)
+        return [low_rank.inverse_diag(), kronecker.add_diagonal(1.0).inverse_diag()]
+
+    def failing(matrix):
+        if matrix.dtype == torch.float64:
+            return eigh(matrix)
+        if fails == "raises":
+            raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+        return tuple(x * torch.nan for x in eigh(matrix))
+
+    wanted = answers(torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    for x, y in zip(answers(torch.float32), wanted):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
