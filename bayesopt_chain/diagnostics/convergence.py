@@ -317,19 +317,18 @@ def mean_and_error(x: Tensor) -> tuple[float, float]:
     return float(x.mean()), error
 
 
+BLOCK = 512  # draws whose pairs with as many others are computed together, which bounds the memory
+
+
 @checks.takes(
     score=checks.SCORES,
     bandwidth=checks.POSITIVE,
-    unbiased=checks.BOOL,
-    block=checks.WHOLE,
 )
 def ksd(
     draws: Draws | Any,
     score: Callable[[Any], Any] | Any,
     *,
     bandwidth: float | None = None,
-    unbiased: bool = False,
-    block: int = 512,
 ) -> float:
     """Kernel Stein discrepancy of draws.
 
@@ -339,11 +338,9 @@ def ksd(
         score: gradient of the log density: a function from the parameters of one draw to a tree like them, or a tree of
             scores like the draws. For a mean loss sampled at temperature ``T`` it is minus the gradient of the loss over T.
         bandwidth: ``h``; by default the median distance of (at most 1,000) draws.
-        unbiased: leave out the pairs i = j and return the (possibly negative) estimate of the *squared* discrepancy.
-        block: pairs are visited ``block x block`` at a time, which bounds the memory.
 
     Returns:
-        The discrepancy (not squared), or with ``unbiased=True`` the U-statistic.
+        The discrepancy (not squared).
 
     Raises:
         ValueError: fewer than two draws, a bandwidth that is not positive, scores of another shape.
@@ -374,15 +371,12 @@ def ksd(
             raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
     if bandwidth is None:
         bandwidth = torch.pdist(x[:: max(1, size // 1000)]).median().item() or 1.0
-    blocks = [*zip(x.split(block), s.split(block))]
+    blocks = [*zip(x.split(BLOCK), s.split(BLOCK))]
     total = x.new_zeros(())
     for i, first in enumerate(blocks):
         total += _stein_kernel(*first, *first, bandwidth).sum()
         for second in blocks[:i]:
             total += 2 * _stein_kernel(*first, *second, bandwidth).sum()
-    if unbiased:
-        own = s.square().sum() + size * x.shape[1] / bandwidth**2  # of k0(x, x)
-        return ((total - own) / (size * (size - 1))).item()
     return (total.clamp_min(0.0).sqrt() / size).item()
 
 

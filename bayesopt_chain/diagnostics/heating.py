@@ -129,7 +129,7 @@ class Heating:
             >>> loss = lambda w, batch: (w - batch).square().mean() / 2
             >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
             >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), data)
-            >>> curved = torch.ones(1, 1)
+            >>> curved = lambda w: w
             >>> tx = bc.sghmc(0.01, temperature=1 / 1000)
             >>> report = bc.diagnostics.heating(tx, noise, curvature=curved, again=noise)
             >>> draws = torch.randn(100)
@@ -159,8 +159,8 @@ class Heating:
 
 
 CURVATURE = checks.Kind(
-    lambda x: isinstance(x, Tensor) or checks.FUNCTION.fits(x),
-    "a matrix [P, P] or a product on trees, such as bc.diagnostics.hessian_product gives",
+    checks.FUNCTION.fits,
+    "a product v -> H v on trees, such as bc.diagnostics.hessian_product gives; of a matrix H, where params is a vector, H.mv",
 )
 
 
@@ -191,9 +191,9 @@ def heating(
         order: of the batches; default: that of the ``bc.epochs`` which ``noise`` came from.
         steps_per_epoch: ``K = N / b``, at least 1; default likewise. Infinite for independent batches drawn with
             replacement.
-        curvature: of the mean loss per datum: a matrix ``[P, P]``, or a product ``v -> H v`` on trees, such as
-            :func:`hessian_product`, or ``times`` of a :mod:`bayesopt_chain.precision` over its ``count``. Negative curvature is
-            left out. Default: assume ``C = K T H``, and say so.
+        curvature: of the mean loss per datum, a product ``v -> H v`` on trees, such as :func:`hessian_product`, ``times`` of a
+            :mod:`bayesopt_chain.precision` over its ``count``, or ``H.mv`` of a matrix where the parameters are one vector.
+            Negative curvature is left out. Default: assume ``C = K T H``, and say so.
         state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
         again: the noise at another draw, which :meth:`Heating.cool` needs: ``overlap`` says how much of it lies in the
             directions of the first.
@@ -232,7 +232,7 @@ def heating(
             "heating: with steps_per_epoch=inf, or batches of one gradient, the curvature cannot be assumed from the noise; "
             "pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
-    system = reduce(response, noise, product(curvature, noise.mean), steps)
+    system = reduce(response, noise, curvature, steps)
     report, closed, full, mean = predict(system, order, steps)
     m = SimpleNamespace(
         assumed=report.assumed, order=order, worst=report.worst, times=1 + report.worst, groups=len(response.groups),
@@ -517,18 +517,6 @@ def _series(B: Tensor, P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if digit == "1":
             total, power = P + B @ total @ B.T, B @ power
     return total, power
-
-
-def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
-    """The curvature of the mean loss as a product on trees; ``None`` where it is not given."""
-    if isinstance(curvature, Tensor):
-        size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
-        if tuple(curvature.shape) != (size, size):
-            raise TypeError(f"heating: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
-        if bool((curvature - curvature.mT).abs().max() > 1e-3 * curvature.abs().max()):
-            raise ValueError("heating: curvature must be symmetric; of a triangular root of it pass root @ root.mT")
-        return lambda tree: unflatten(curvature.to(v := flatten(tree, like)) @ v, like)
-    return curvature
 
 
 def _largest(rows: Tensor, rank: int) -> Tensor:

@@ -13,7 +13,8 @@ import torchopt
 from torch.func import functional_call
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics import GradientNoise, gradient_noise, heating
+from bayesopt_chain import diagnostics
+from bayesopt_chain.diagnostics import GradientNoise, gradient_noise
 from tests.diagnostics.oracle import DOUBLE, affine, by_recursion, enumerated, lyapunov, worst_ratio
 
 T = 0.01
@@ -28,6 +29,14 @@ def noise_of(C, like=None):
     return GradientNoise(
         bc.trees.unflatten(rows, like), None, like, values.flip(0), float(values.sum()), len(C), None, None
     )
+
+
+def heating(tx, noise, *, curvature=None, **about):
+    """The report, of a curvature that may be a matrix ``[P, P]``."""
+    like, given = noise.mean, curvature
+    if isinstance(given, torch.Tensor):
+        curvature = lambda tree: bc.trees.unflatten(given @ bc.trees.flatten(tree, like).to(given), like)  # noqa: E731
+    return diagnostics.heating(tx, noise, curvature=curvature, **about)
 
 
 def signs_regression(n, seed=0):
@@ -224,19 +233,20 @@ def test_the_span_of_noise_and_curvature_is_enough():
     assert report.worst == pytest.approx(worst_ratio(full, total), rel=1e-7)
 
 
-def test_curvature_may_be_a_matrix_or_a_product():
+def test_curvature_is_a_product():
     tx, K = bc.sghmc(0.02, temperature=T), 30
     H, C = coupled(4, 1)
     like = torch.zeros(4, dtype=DOUBLE)
     precision = bc.precision.Dense(50 * H, like, torch.tensor(50.0))  # summed over 50 data
     reports = [
-        heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=form)
-        for form in (H, lambda v: H @ v, lambda v: precision.times(v) / precision.count)
+        diagnostics.heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=form)
+        for form in (H.mv, lambda v: H @ v, lambda v: precision.times(v) / precision.count)
     ]
     for report in reports[1:]:
         assert torch.allclose(report.excess, reports[0].excess, rtol=1e-9) and "curvature given" in str(report)
-    with pytest.raises(TypeError, match="curvature must be a matrix"):
-        heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=1.0)
+    for wrong in (1.0, H):
+        with pytest.raises(TypeError, match=r"curvature must be a product .*H\.mv"):
+            diagnostics.heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=wrong)
 
 
 def test_a_models_own_draws_are_independent_in_every_order():

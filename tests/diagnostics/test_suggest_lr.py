@@ -240,7 +240,7 @@ def heat_of(found, x, y):
     noise = bc.diagnostics.GradientNoise(
         rows, None, mode, values, float(C.trace()), d, N / found.batch_size, "reshuffled"
     )
-    return bc.diagnostics.heating(found.tx, noise, curvature=H).worst
+    return bc.diagnostics.heating(found.tx, noise, curvature=H.mv).worst
 
 
 @pytest.mark.slow

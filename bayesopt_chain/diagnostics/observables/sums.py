@@ -20,9 +20,9 @@ run, a shift that keeps the sums accurate. Draws are summed over ``B`` successiv
 ``g_k`` is taken about the mean of all chains, whose variance ``g_0 tau / (B C)`` it lacks and is given back. By simulation of
 1,000 pairs of chains of 200 draws, 6 % of means lie beyond two errors where successive draws have the autocorrelation 0.8 or
 0.9, and 12 % at 0.95, where a chain has five independent draws (of Gaussian errors 4.6 % would). Of chains with ten independent
-draws or more that agree, 1 to 4 in 100 are said to disagree of a mean, and 0 to 4 of a covariance, whose block means are over all
-chains: from 50 draws there are six, by which one in three is found where half of eight chains have four times the variance, and all
-are from 200.
+draws or more that agree, 1 to 4 in 100 are said to disagree of a mean, and 1 to 2 of a covariance. Its block means are over all
+chains, six of 50 draws: where half of eight chains have four times the variance, one entry in three shows it then, and all do
+from 200 draws on.
 
 Chains are independent: they share neither noise nor batches. (Flegal and Jones, 2010, on batch means; Geyer, 1992.)
 """
