@@ -120,8 +120,9 @@ class Draws:
         trees = [
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
         ]
-        flat = [files.flat(tree)[0] for tree in trees]
-        if not flat[0] or any(x is not None for tree in trees for x in files.flat(tree)[1].values()):
+        both = [files.flat(tree, "Draws.from_trees:") for tree in trees]
+        flat = [tensors for tensors, _ in both]
+        if not flat[0] or any(x is not None for _, others in both for x in others.values()):
             raise TypeError(
                 "Draws.from_trees: trees must be of tensors alone, and of one at least; make numbers tensors"
             )

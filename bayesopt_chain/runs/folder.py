@@ -673,6 +673,12 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> tuple[list[Piece], A
     why = next((why for one in every if (why := one.why())), "" if even else "some of the chains have more draws")
     stacked = len(every) > 1 or every[0].head["chains"] is not None
     chains = sum(one.head["chains"] or 1 for one in every) if stacked else None
+    for name, x in leaves.items() if pieces else ():
+        row = pieces[0].kind(LEAF + name)[1]
+        row = row[1:] if stacked else row
+        lead = x.ndim - len(row)  # the parameters of one chain, or of several
+        if lead not in (0, int(stacked)) or tuple(x.shape[lead:]) != row:
+            raise ValueError(f"Draws.open: {paths[0]} holds {name} of shape {row}, like has {tuple(x.shape)}")
     spec = optree.tree_structure(tree)  # an absent parameter, None, is no leaf of it
     return pieces, spec, mine, {"chains": chains, "complete": not why, "why": why, "identity": first}
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import bayesopt_chain as bc
-from tests.runs.toys import sampled
+from tests.runs.toys import TX, sampled
 
 
 def made(n=6, chains=None, seed=0):
@@ -342,3 +342,15 @@ def test_batches_that_the_model_cannot_take_are_refused_by_name(batch, words):
     module = network()
     with pytest.raises(ValueError, match="refresh_batch_norm: " + words):
         bc.refresh_batch_norm(module, draws_of(module, 2), [batch])
+
+
+def test_parameters_of_another_width_are_no_parameters_of_these_draws(tmp_path):
+    """Of stacked chains those of one chain, or of any number of them, say which tree and which device are meant."""
+    params = {"w": torch.zeros(3, 2)}
+    chains = bc.parallel(bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), TX), 3)
+    bc.sample(chains, params, chains.init(TX, params, seed=0), None, steps=2, path=tmp_path)
+    for like in (torch.zeros(2), torch.zeros(3, 2), torch.zeros(7, 2)):
+        assert bc.Draws.open(tmp_path, like={"w": like}).params["w"].shape == (2, 3, 2)
+    for like in (torch.zeros(5), torch.zeros(3, 5), torch.zeros(2, 3, 2), torch.zeros(())):
+        with pytest.raises(ValueError, match=r"holds w of shape \(2,\), like has"):
+            bc.Draws.open(tmp_path, like={"w": like})
