@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.state import State, is_by_leaf
+from bayesopt_chain.distributed.ranks import require_fit
 from bayesopt_chain.trees import paths_of
 
 
@@ -71,17 +72,14 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
         (tensor([1.]),)
     """
     mine = state_dict(state)
-    wrong = [f"{name} is missing" for name in mine.keys() - tensors.keys()]
-    wrong += [f"{name} is unknown" for name in tensors.keys() - mine.keys()]
-    for name in mine.keys() & tensors.keys():
-        x, t = mine[name], tensors[name]
-        if x.shape != t.shape or x.dtype != t.dtype:
-            wrong.append(f"{name} is {tuple(t.shape)}, {t.dtype}, the state has {tuple(x.shape)}, {x.dtype}")
-    if wrong:  # before the first tensor is written
-        raise ValueError(
-            f"load_state_dict: {'; '.join(sorted(wrong)[:8])}: load into the state of the same chain over the same parameters; "
-            "what two chains share, tx.init(params, like=state) takes over"
-        )
+    here, there = ({n: f"{x.dtype} {tuple(x.shape)}" for n, x in both.items()} for both in (mine, tensors))
+    # before the first tensor is written
+    require_fit(
+        "load_state_dict: load into the state of the same chain over the same parameters (what two chains share, "
+        "tx.init(params, like=state) takes over)",
+        here,
+        there,
+    )
     with torch.no_grad():
         for name, x in mine.items():
             x.copy_(tensors[name])
