@@ -157,7 +157,8 @@ class Forward:
                 raise
             raise TypeError(
                 f"forward: the module was called with {checks.short(keywords or arguments)} ({err}): hand it batches of "
-                "tensors (torch.as_tensor), or make_functional inputs=, which takes the module's arguments out of a batch"
+                "tensors (torch.as_tensor), or mappings with the names of its arguments and no others; make_functional has "
+                "inputs=, which takes the arguments out of a batch"
             ) from err
         finally:
             for (held, key), name, x in zip(places, tensors, own):

@@ -612,7 +612,8 @@ def _cost(
     return {
         "steps": steps,
         "seconds": seconds,
-        "said": f"{problem.count} networks, {said}" + (f", {own:.3g} of them for chains" if own else ""),
+        "said": f"{problem.count} network{'s' * (problem.count > 1)}, {said}"
+        + (f", {own:.3g} of them for chains" if own else ""),
         "each": each,
         "after": after,
         "chains": own,
@@ -787,8 +788,13 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
             f"{WHO}in training mode the module returns {checks.short(trained)}, and in eval mode {checks.short(whole)}, for "
             f"{LEAST} data: it must return a tensor [B, *event] of one shape in both, or something with logits that are one"
         )
-    sums = [whole.sum(axis) for axis in range(1, whole.ndim) if likelihood.has_classes and bool((whole >= 0).all())]
-    if any(torch.allclose(x, torch.ones_like(x), atol=1e-3) for x in sums):
+    if not bool(whole.isfinite().all()):
+        raise ValueError(
+            f"{WHO}the module's outputs are NaN or infinite before anything is trained: look for logarithms, roots and "
+            "divisions in it, or compute in float32 what is float16"
+        )
+    adds_up = (bool(((whole.sum(axis) - 1).abs() < 1e-3).all()) for axis in range(1, whole.ndim))
+    if likelihood.has_classes and bool((whole >= 0).all()) and any(adds_up):
         raise ValueError(
             f"{WHO}the module returns probabilities, which add up to 1, where logits are asked for: leave out the softmax at "
             "its end"

@@ -25,7 +25,7 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._numbers import LearnedGaussian, StudentT
-from bayesopt_chain.modules import as_pair, batch_inputs, logits_of
+from bayesopt_chain.modules import LABELS, as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
@@ -225,7 +225,7 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
     if targets is None:
         raise ValueError(
             f"{who}: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
-            "mapping with labels"
+            f"mapping with one of the keys {', '.join(LABELS)}"
         )
     _, _, n = columns((inputs, targets), who)
     if n < least:

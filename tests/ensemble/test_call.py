@@ -208,6 +208,13 @@ WRONG = [
         "0.parametrizations.weight.0 .* rounds .*cayley",
     ),
     (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
+    (
+        lambda: Net(lambda net, x: net.net(x) / 0, net=nn.Linear(2, 1)),
+        (X, Y),
+        GAUSSIAN,
+        ValueError,
+        "NaN or infinite before anything is trained",
+    ),
     (maker(), (X / 0, Y), GAUSSIAN, ValueError, "posterior_ensemble: inputs are NaN or infinite for 48 of 48"),
     (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
     (maker(), [*zip(X, Y)], GAUSSIAN, ValueError, "lengths.* of single data make a DataLoader"),
@@ -228,7 +235,7 @@ WRONG = [
     ),
     (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
     (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
-    (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
+    (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\).* keys labels,"),
     (
         maker(),
         (X.numpy(), Y),
