@@ -7,7 +7,7 @@ mkldnn's LSTM in float32, a backward pass that the vmapped one can call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,25 +31,11 @@ def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     return result[0], result[1]
 
 
-def vjp_with_aux(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any], Any]:
-    """Return ``(output, pull, aux)`` of a function that returns ``(output, aux)``."""
-    result: Any = torch.func.vjp(f, *primals, has_aux=True)
-    return result[0], result[1], result[2]
-
-
-@contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Swap fused kernels (attention, recurrent nets) for plain ones, which can be differentiated in every way."""
-    with ExitStack() as stack:
-        stack.enter_context(attention.sdpa_kernel(attention.SDPBackend.MATH))
-        stack.enter_context(switched_off(*_FUSED))
-        yield
-
-
 @contextmanager
 def double_backward() -> Iterator[None]:
-    """Use plain kernels, and name what is missing where torch cannot differentiate an operation twice even so."""
-    with plain_kernels():
+    """Swap fused kernels (attention, recurrent nets) for plain ones, which can be differentiated in every way, and name what is
+    missing where torch cannot differentiate an operation twice even so."""
+    with attention.sdpa_kernel(attention.SDPBackend.MATH), switched_off(*_FUSED):
         try:
             yield
         except UNSUPPORTED as error:

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import gradients_of_columns
-from bayesopt_chain.curvature._autodiff import UNSUPPORTED, vjp, vjp_with_aux, without_fused_recurrence
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._kinds import Grouped, Kind, Matrix, Vector, joined_inputs, joined_outputs
 from bayesopt_chain.curvature._plan import (
     WRONG_TAP,
@@ -37,6 +37,7 @@ from bayesopt_chain.curvature._plan import (
     misplaced,
     over_data,
     part,
+    parts,
     require_same_outputs,
     unlike,
 )
@@ -86,8 +87,7 @@ class Chunk(NamedTuple):
     """Gradients for some data and some columns.
 
     Attributes:
-        data: how many data the chunk holds.
-        outputs: the outputs of the data, ``[data, *event]``.
+        outputs: the outputs of the data, ``[b, *event]``.
         first: whether these are the first columns of the data, so that their layers' inputs have not come before.
         gradients: one for each leaf that is not in ``summed``.
         summed: in the first chunk of the data, and for a structure that asks for it, the leaves of the last layer: there
@@ -95,7 +95,6 @@ class Chunk(NamedTuple):
         weights: where targets have weights and the structure asks for them; ``None`` where each counts once.
     """
 
-    data: int
     outputs: Tensor
     first: bool
     gradients: list[Gradient]
@@ -150,7 +149,7 @@ class Linearised(NamedTuple):
         size: how many they are.
         outputs: ``[size, *event]``.
         uses: which leaf is used in which tapped layer; ``inputs`` is what the layer of each saw.
-        pull: the pullback of columns to the gradients of the tapped outputs; None without taps.
+        pull: the pullback of columns to the gradients of the tapped outputs.
         last_tap: the tapped layer whose output is the model's.
         untapped: the leaves that could not be tapped in this pass, with the reasons.
         tapped_outputs: the tapped outputs for the last datum, to be compared with those of the datum alone.
@@ -161,7 +160,7 @@ class Linearised(NamedTuple):
     outputs: Tensor
     uses: list[Use]
     inputs: list[Tensor]
-    pull: Callable[[Tensor], list[Tensor]] | None
+    pull: Callable[[Tensor], list[Tensor]]
     last_tap: int | None
     untapped: dict[int, str]
     tapped_outputs: list[Tensor]
@@ -231,16 +230,18 @@ class BatchPullback:
             summed = self._last_layer(linear, root, plan)
             weights = self._input_weights(linear, part(self.targets, start, stop), plan)
             if len(summed) == len(plan.names):
-                yield Chunk(linear.size, linear.outputs, True, [], summed, weights)
+                yield Chunk(linear.outputs, True, [], summed, weights)
                 continue
             done = {gradient.leaf for gradient in summed}
-            kept: dict[int, Tensor] | None = {} if self.demand.few_shared and at_once < columns else None
+            inputs_of = partial(_joined_inputs, linear, linear.by_leaf(plan))
+            if self.demand.few_shared and at_once < columns:  # unfolded once for all columns
+                inputs_of = cache(inputs_of)
             for k in range(0, columns, at_once):
                 pulled, ready = ready or self._pull(linear, root.part(k, min(k + at_once, columns)), plan), None
-                gradients = _gradients(linear, pulled, plan, done, kept)
-                yield Chunk(linear.size, linear.outputs, k == 0, gradients, summed if k == 0 else [], weights)
+                gradients = _gradients(linear, pulled, plan, done, inputs_of)
+                yield Chunk(linear.outputs, k == 0, gradients, summed if k == 0 else [], weights)
                 del pulled, gradients  # before the next ones are made
-            del linear, root, kept
+            del linear, root, inputs_of
         check.plan = plan
 
     def _makes_no_column(self, plan: TapPlan) -> bool:
@@ -309,7 +310,7 @@ class BatchPullback:
         if zeros and len(plan.generic) < len(leaves):
             outputs, pull, (inputs, tapped) = pullback(run, zeros)
         else:
-            (outputs, (inputs, tapped)), pull = run(zeros), None
+            (outputs, (inputs, tapped)), pull = run(zeros), lambda _: []
         taps, last_tap = late[-1]
         check.see(b, taps.program)
         return Linearised(data, b, outputs.detach(), taps.uses, inputs, pull, last_tap, taps.untapped, tapped)
@@ -328,11 +329,11 @@ class BatchPullback:
         self.demand.accepts(plan)
         if len(self._last_layer(linear, root, plan)) == len(plan.names):
             some = _all_columns(root, linear.outputs)
-            plan = _without_wrong_taps(some, _pulled_taps(linear, some), linear, plan, check)
+            plan = _without_wrong_taps(some, linear.pull(some), linear, plan, check)
             if not plan.generic:
                 return plan, None
         some = root.part(0, min(at_once, root.columns))
-        taps = _pulled_taps(linear, some)
+        taps = linear.pull(some)
         plan = _without_wrong_taps(some, taps, linear, plan, check)
         self.demand.accepts(plan)
         rows, way = self._rows(linear, some, plan, check)
@@ -340,7 +341,7 @@ class BatchPullback:
 
     def _pull(self, linear: Linearised, some: Tensor, plan: TapPlan) -> Pulled:
         """Pull columns back by a plan that is settled."""
-        return _pulled_taps(linear, some), self._rows(linear, some, plan)[0]
+        return linear.pull(some), self._rows(linear, some, plan)[0]
 
     def _rows(
         self, linear: Linearised, some: Tensor, plan: TapPlan, check: Check | None = None
@@ -401,7 +402,7 @@ class BatchPullback:
         seeds = grouping.over_outputs((of_targets > 0).to(outputs.dtype), outputs.shape) * arbitrary.reshape(
             1, *outputs.shape[1:]
         )
-        taps = _pulled_taps(linear, seeds[None])
+        taps = linear.pull(seeds[None])
         pairs = linear.by_leaf(plan)
 
         def of_use(use: Use, x: Tensor) -> Tensor:
@@ -423,23 +424,15 @@ class BatchPullback:
 
 def _is_shared(use: Use, plan: TapPlan) -> bool:
     """Whether a matrix is used at several positions of a datum."""
-    if not isinstance(use.kind, (Matrix, Grouped)):
-        return False
-    of_output = use.kind.shape[use.kind.transposed]
-    return plan.shapes[use.tap][0].numel() > of_output
+    return isinstance(use.kind, (Matrix, Grouped)) and plan.shapes[use.tap][0].numel() > use.kind.outputs
 
 
 def _unfolded(use: Use, plan: TapPlan) -> int:
     """Return how many numbers a layer's input has, unfolded, for one datum."""
     if not isinstance(use.kind, (Matrix, Grouped)):
         return 0
-    of_input, of_output = use.kind.shape if use.kind.transposed else use.kind.shape[::-1]
     groups = use.kind.groups if isinstance(use.kind, Grouped) else 1
-    return plan.shapes[use.tap][0].numel() // of_output * of_input * groups
-
-
-def _pulled_taps(linear: Linearised, some: Tensor) -> list[Tensor]:
-    return [] if linear.pull is None else linear.pull(some)
+    return plan.shapes[use.tap][0].numel() // use.kind.outputs * use.kind.inputs * groups
 
 
 def _all_columns(root: OutputRoot, outputs: Tensor) -> Tensor:
@@ -490,86 +483,64 @@ def _of_last(tensor: Tensor, axis: int, b: int) -> Tensor:
     return tensor.narrow(axis, tensor.shape[axis] - length, length)
 
 
-def pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], inputs: list[Tensor]) -> tuple[Tensor, Any, Any]:
+def pullback(
+    run: Callable[[list[Tensor]], tuple[Tensor, Any]], inputs: list[Tensor], together: bool = True
+) -> tuple[Tensor, Any, Any]:
     """Return outputs, the pullback of several columns at once, and aux; outside of transforms by autograd, which is
     leaner.
 
     Args:
         run: from the inputs to the outputs, and to a tree of tensors that is handed on, detached.
         inputs: what is differentiated by, tensors without a graph.
+        together: whether autograd's backward pass is vmapped over the columns, where all its operations can be.
     """
     if is_transformed():
-        outputs, pull, aux = vjp_with_aux(run, inputs)
-        return outputs, _over_columns(lambda s: pull(s)[0]), aux
+        outputs, pull, aux = cast(Any, torch.func.vjp(run, inputs, has_aux=True))
+        return outputs, _over_columns(lambda s: pull(s)[0], torch.vmap(lambda s: pull(s)[0])), aux
     inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs, aux = run(inputs)
+    tail = (
+        outputs if outputs.requires_grad else outputs.detach().requires_grad_()
+    )  # without a graph every gradient is zero
 
-    def pull_many(columns: Tensor) -> list[Tensor]:
-        return _backward(outputs, inputs, columns)
+    def one(s: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(tail, inputs, s, retain_graph=True, materialize_grads=True))
 
-    return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
+    def many(columns: Tensor) -> list[Tensor]:
+        return gradients_of_columns(tail, inputs, columns, retain_graph=True)
 
-
-def _backward(outputs: Tensor, inputs: list[Tensor], columns: Tensor, together: bool = True) -> list[Tensor]:
-    """Pull columns ``[K, ...]`` back through autograd's graph, to ``[K, *input.shape]`` of each input, and keep the graph.
-
-    Args:
-        outputs: the graph's outputs.
-        inputs: the tensors to differentiate by.
-        columns: the columns, each of the outputs' shape.
-        together: whether the backward pass is vmapped over the columns, where all its operations can be.
-    """
-    found: Any = [None] * len(inputs)
-    if outputs.requires_grad:
-        found = _by_autograd(outputs, inputs, columns, together)
-    # an input that is not used has no gradient; autograd's own zeros would lack the axis of the columns
-    return [x.new_zeros((len(columns), *x.shape)) if g is None else g for g, x in zip(found, inputs)]
+    return outputs.detach(), _over_columns(one, many if together else None), optree.tree_map(torch.Tensor.detach, aux)
 
 
-def _by_autograd(outputs: Tensor, inputs: list[Tensor], columns: Tensor, together: bool) -> Any:
-    if together and columns.shape[0] > 1:
-        try:
-            return gradients_of_columns(outputs, inputs, columns, retain_graph=True)
-        except UNSUPPORTED:
-            pass
-    rows = [torch.autograd.grad(outputs, inputs, s, retain_graph=True, allow_unused=True) for s in columns]
-    if len(rows) == 1:
-        return [None if g is None else g[None] for g in rows[0]]
-    return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
+def _over_columns(
+    one: Callable[[Tensor], list[Tensor]], many: Callable[[Tensor], list[Tensor]] | None
+) -> Callable[[Tensor], list[Tensor]]:
+    """The pullback of columns ``[K, ...]`` together; one by one where there is one of them, or where an operation's backward
+    pass cannot be vmapped."""
 
-
-def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Vmap a pullback over a leading axis of columns; loop where an operation's backward pass cannot be vmapped."""
-
-    def pull_many(columns: Tensor) -> Any:
-        if columns.shape[0] > 1:
+    def pull(columns: Tensor) -> list[Tensor]:
+        if many is not None and columns.shape[0] > 1:
             try:
-                return torch.vmap(pull)(columns)
+                return many(columns)
             except UNSUPPORTED:
                 pass
-        return optree.tree_map(lambda *leaves: torch.stack(leaves), *map(pull, columns))
+        return [rows[0][None] if len(rows) == 1 else torch.stack(rows) for rows in zip(*map(one, columns))]
 
-    return pull_many
+    return pull
+
+
+def _joined_inputs(linear: Linearised, uses: dict[int, list[tuple[Use, Tensor]]], leaf: int) -> Tensor:
+    """What all uses of a leaf saw, in the form of its kind."""
+    pairs = uses[leaf]
+    return joined_inputs(pairs[0][0].kind, [_widened(use.canonical.x(x, linear.size)) for use, x in pairs])
 
 
 def _gradients(
-    linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int], kept: dict[int, Tensor] | None
+    linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int], inputs_of: Callable[[int], Tensor]
 ) -> list[Gradient]:
-    """Return the gradients of the leaves that are not in ``done``, in the order of the leaves.
-
-    ``kept`` holds each leaf's inputs from one group of columns to the next; None where they are formed anew for each.
-    """
-
+    """Return the gradients of the leaves that are not in ``done``, in the order of the leaves."""
     taps, rows = pulled
-
-    def inputs(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Tensor:
-        if kept is not None and leaf in kept:
-            return kept[leaf]
-        found = joined_inputs(pairs[0][0].kind, [_widened(use.canonical.x(x, linear.size)) for use, x in pairs])
-        if kept is not None:
-            kept[leaf] = found
-        return found
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
         first, b = pairs[0][0], linear.size
@@ -578,7 +549,7 @@ def _gradients(
         return Gradient(
             leaf,
             kind,
-            lambda: inputs(leaf, pairs),
+            partial(inputs_of, leaf),
             lambda: joined_outputs(kind, [_widened(use.canonical.g(x, taps[use.tap], b)) for use, x in pairs]),
             first.tap if is_plain else None,
         )
@@ -606,14 +577,18 @@ def _vmapped_rows(
 
     None where something cannot be vmapped, or a batching rule returned other shapes.
     """
-    leaves, structure, _ = fresh_leaves(params)
-    pull = _datum_pullback(forward, structure, leaves, wanted)
+    outputs_of, leaves = _of_leaves(forward, params, wanted)
     s = columns.transpose(0, 1)
+
+    def rows_of(pair: Any) -> list[Tensor]:
+        _, pull = vjp(lambda some: outputs_of(some, pair[0]), leaves)
+        return torch.vmap(lambda column: pull(column)[0])(pair[1][0])
+
     try:
-        rows = over_data(lambda pair: torch.vmap(pull(pair[0]))(pair[1][0]), (linear.data, s))
+        rows = over_data(rows_of, (linear.data, s))
     except Exception:  # what cannot be vmapped is done datum by datum; if that fails too, the user sees why
         return None
-    if any(row.shape != (*s.shape[:2], *leaves[i].shape) for i, row in zip(wanted, rows)):
+    if any(row.shape != (*s.shape[:2], *leaf.shape) for leaf, row in zip(leaves, rows)):
         return None
     return [row.transpose(0, 1) for row in rows]
 
@@ -627,20 +602,12 @@ def _rows_by_datum(
         forward, params, linear, columns, wanted: as in :func:`_vmapped_rows`.
         together: whether the backward pass is vmapped over columns, where it can be; otherwise there is one for each column.
     """
-    alone = [part(linear.data, i, i + 1) for i in range(linear.size)]
-    leaves, structure, _ = fresh_leaves(params)
-    pull = _datum_pullback(forward, structure, leaves, wanted)
-
-    def rows(datum: Any, s: Tensor) -> list[Tensor]:
-        if is_transformed():
-            return _over_columns(pull(datum))(s)
-        some = [leaves[index].requires_grad_() for index in wanted]
-        with torch.enable_grad():
-            outputs = forward(optree.tree_unflatten(structure, leaves), datum)[0]
-        return _backward(outputs, some, s, together)
-
-    each = [rows(datum, s) for datum, s in zip(alone, columns.transpose(0, 1))]
-    return [torch.stack(leaf).transpose(0, 1) for leaf in zip(*each)]
+    outputs_of, leaves = _of_leaves(forward, params, wanted)
+    each = []
+    for datum, s in zip(parts(linear.data, 1), columns.transpose(0, 1)):
+        _, pull, _ = pullback(lambda some, datum=datum: (outputs_of(some, datum), ()), leaves, together)
+        each.append(pull(s))
+    return [torch.stack(rows).transpose(0, 1) for rows in zip(*each)]
 
 
 # how the rows of leaves without taps are formed, from the fastest way to the one that works for every operation
@@ -651,20 +618,17 @@ ROWS: tuple[Callable[..., list[Tensor] | None], ...] = (
 )
 
 
-def _datum_pullback(
-    forward: Forward, structure: Any, leaves: list[Tensor], wanted: list[int]
-) -> Callable[[Any], Callable[[Tensor], list[Tensor]]]:
-    """Return a function from one datum to its pullback, of a column to the gradients of the wanted leaves."""
+def _of_leaves(
+    forward: Forward, params: Tree, wanted: list[int]
+) -> tuple[Callable[[list[Tensor], Any], Tensor], list[Tensor]]:
+    """Return the outputs of one datum as a function of the wanted leaves, and these leaves."""
     forward = without_fused_recurrence(forward)
+    leaves, structure, _ = fresh_leaves(params)
 
-    def pull(datum: Any) -> Callable[[Tensor], list[Tensor]]:
-        def output(some: list[Tensor]) -> Tensor:
-            everything = list(leaves)
-            for index, leaf in zip(wanted, some):
-                everything[index] = leaf
-            return forward(optree.tree_unflatten(structure, everything), datum)[0]
+    def outputs(some: list[Tensor], datum: Any) -> Tensor:
+        everything = list(leaves)
+        for index, leaf in zip(wanted, some):
+            everything[index] = leaf
+        return forward(optree.tree_unflatten(structure, everything), datum)[0]
 
-        _, back = vjp(output, [leaves[index] for index in wanted])
-        return lambda s: back(s)[0]
-
-    return pull
+    return outputs, [leaves[index] for index in wanted]

@@ -46,6 +46,16 @@ class Kind(ABC):
     shape: tuple[int, int]
     transposed: bool = False
 
+    @property
+    def inputs(self) -> int:
+        """How many numbers the leaf multiplies at a position; of one in groups, in one of them."""
+        return self.shape[not self.transposed]
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers it makes of them."""
+        return self.shape[self.transposed]
+
     @abstractmethod
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the gradients ``[K, b, d0, d1]``."""

@@ -130,6 +130,12 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return batches.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
 
 
+def parts(batch: Any, at_once: int) -> list[Any]:
+    """The batch in pieces of ``at_once`` data, of which the last may have fewer."""
+    n = batch_size(batch)
+    return [part(batch, start, min(n, start + at_once)) for start in range(0, n, at_once)]
+
+
 def over_data(function: Callable[[Any], Any], batch: Any) -> Any:
     """Vmap a function of a batch of one over the data of a batch."""
     leaves, structure = batches.flatten(batch)
@@ -193,12 +199,6 @@ def _affine_plan(forward: Affine, params: Any, datum: Any) -> TapPlan:
     uses, _ = forward.uses(params, datum[0])
     eps = torch.finfo(outputs.dtype).eps
     return TapPlan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None, eps=eps)
-
-
-def require_separate(forward: Forward, params: Tree, batch: Any, plan: TapPlan) -> None:
-    """Raise where the last datum's outputs change when the datum before it is in the batch too."""
-    n = batch_size(batch)
-    require_same_outputs(forward(params, part(batch, max(0, n - 2), n)), plan)
 
 
 def require_same_outputs(outputs: Tensor, plan: TapPlan) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
-from bayesopt_chain.curvature._plan import batch_size, over_data, pair_targets, part
+from bayesopt_chain.curvature._plan import over_data, pair_targets, parts
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import flatten, unflatten
 from bayesopt_chain.trees import Tree, require_like
@@ -210,7 +210,7 @@ def per_sample(f: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any], Any]:
         try:
             return over_data(lambda datum: f(params, datum), batch)
         except Exception:  # what cannot be vmapped is done datum by datum; if that fails too, the user sees why
-            results = [f(params, part(batch, i, i + 1)) for i in range(batch_size(batch))]
+            results = [f(params, datum) for datum in parts(batch, 1)]
             return optree.tree_map(lambda *values: torch.stack(values), *results)
 
     return each
@@ -268,7 +268,7 @@ def linear_operator(
         tangent: Any = optree.tree_unflatten(structure, vector)
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for batch in batches:
-            multiply = _ggn_product if kind == "ggn" else _hessian_product
+            multiply = _ggn_product if kind == "ggn" else hessian_product
             part = multiply(lambda p, batch=batch: forward(p, batch), likelihood, params, tangent, labels_of(batch))
             total = [a + b for a, b in zip(total, optree.tree_leaves(part))]
         return total
@@ -307,7 +307,8 @@ def _ggn_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent:
     return pull(root.combine(transposed(along)[0]))[0]
 
 
-def _hessian_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent: Tree, labels: Any) -> Tree:
+def hessian_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent: Tree, labels: Any) -> Tree:
+    """``H v`` of the summed loss."""
     return hvp(lambda p: likelihood.nll(outputs_of(p), labels).sum(), (params,), (tangent,))[1]
 
 

@@ -185,7 +185,7 @@ class RootRows(Structure):
         self.rows: list[list[Tensor]] = []
 
     def add(self, chunk: Chunk) -> None:
-        rows = [row.unflatten(0, (-1, chunk.data)) for row in _rows(chunk, self.leaves)]
+        rows = [row.unflatten(0, (-1, len(chunk.outputs))) for row in _rows(chunk, self.leaves)]
         self.rows.append([row.flatten(0, 1) for row in rows])
 
     def finish(self, count: Tensor) -> Root:
@@ -249,7 +249,7 @@ class KroneckerSum(TappedSum):
 
     def is_wide(self, kind: Kind) -> bool:
         """Whether the factor of a leaf's outputs is held as its diagonal."""
-        return isinstance(kind, (Matrix, Vector)) and _outputs_of(kind) > self.widest
+        return isinstance(kind, (Matrix, Vector)) and kind.outputs > self.widest
 
     def of_last_layer(self, use: Use, x: Tensor, root: OutputRoot, outputs: Tensor) -> Callable[[], Tensor] | None:
         """The factor of the outputs: under expand the sum over positions of each one's own."""
@@ -327,10 +327,6 @@ class EigenbasisSum(TappedSum):
 
     def finish(self, count: Tensor) -> Eigenbasis:
         return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
-
-
-def _outputs_of(kind: Matrix | Vector) -> int:
-    return kind.shape[1] if isinstance(kind, Matrix) and kind.transposed else kind.shape[0]
 
 
 def _is_one_layer(gradients: list[Gradient]) -> bool:

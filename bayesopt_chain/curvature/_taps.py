@@ -257,7 +257,7 @@ class Taps(TorchFunctionMode):
 
         Returns the output with which the forward pass is to continue: the layer's, plus the tap's zeros if there are any.
         """
-        given = [candidate for candidate in candidates if candidate is not None]
+        given = [candidate for candidate in candidates if candidate is not None and self.knows(candidate.parameter)]
         b = self.data
         # Computed once for all data, like a positional embedding: each datum gets a gradient of its own.
         once_for_all = b > 1 and y.ndim > 1 and y.shape[0] == 1
@@ -266,15 +266,13 @@ class Taps(TorchFunctionMode):
         index = len(self.shapes)
         self.shapes.append((y.shape, y.dtype))
         if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
-            leaves = [self.known[id(candidate.parameter)][0] for candidate in given if self.knows(candidate.parameter)]
+            leaves = [self.known[id(candidate.parameter)][0] for candidate in given]
             self.untapped |= dict.fromkeys(leaves, "its layer does not keep the data on the first axis")
             self.outputs.append(y.new_zeros(0))  # the number of a tap is its place in these lists
             self._results.append(weakref.ref(y))
             return y
         self.outputs.append(y.detach().reshape(b, -1)[-1].clone())
         for parameter, x, kind, canonical, features_last in given:
-            if id(parameter) not in self.known:
-                continue
             leaf = self.known[id(parameter)][0]
             other = next((use.kind for use in self.uses if use.leaf == leaf), kind)
             if other != kind:

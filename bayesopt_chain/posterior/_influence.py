@@ -31,11 +31,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.curvature import per_sample
-from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.curvature._plan import parts
 from bayesopt_chain.likelihoods import Outputs, Predictive
 from bayesopt_chain.likelihoods._likelihood import slope
 from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
-from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, heat_of, posterior_and_evidence
+from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, at, heat_of
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.precision import flatten
@@ -179,8 +179,7 @@ def influence_of_draws(train_losses: Tensor, values: Tensor, log_weights: Tensor
 def _bayes(fitted: FittedLaplace) -> Gaussian:
     """The posterior whose precision is the objective's Hessian, whatever temperature or budget the fit has, decomposed."""
     model = replace(fitted.model, how=fitted.model.how._replace(temperature=None))
-    found = posterior_and_evidence(model, fitted.seen, fitted.prior_precision, fitted.likelihood_scale)[0]
-    return found.factorised()
+    return at(model, fitted.seen, fitted.prior_precision, fitted.likelihood_scale).posterior.factorised()
 
 
 def _answers(
@@ -200,8 +199,7 @@ def _answers(
     def of_batch(batch: Any) -> list[Any]:
         if targets and batch[1] is None:
             raise ValueError(f"{name} has no targets: pass batches (inputs, targets)" + " or of=" * (name == "query"))
-        count = batch_size(batch)
-        return [answer(part(batch, start, min(count, start + at_once))) for start in range(0, count, at_once)]
+        return [answer(some) for some in parts(batch, at_once)]
 
     return [x for xs in asked(fitted.model, who, data, of_batch, name) for x in xs]
 

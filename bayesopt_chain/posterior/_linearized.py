@@ -39,9 +39,9 @@ from torch import Tensor
 from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature import jvp
 from bayesopt_chain.curvature._autodiff import double_backward
-from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
+from bayesopt_chain.curvature._chunks import BatchPullback, Demand, Gradient
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector, turned
-from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, fresh_leaves, make_plan, part
+from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, fresh_leaves, make_plan, over_data, parts
 from bayesopt_chain.curvature._taps import Check, Checks, Taps
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._likelihood import Elementwise
@@ -75,8 +75,7 @@ def with_graph(
     row = 3 * parameters * entries * common_dtype(posterior.mean).itemsize
     at_once = count if joint else max(1, ROW_BYTES // row)
     covariances = []
-    for start in range(0, count, at_once):
-        some = part(batch, start, start + at_once) if at_once < count else batch
+    for some in parts(batch, at_once) if at_once < count else [batch]:
         rows = flatten(jacobian(forward, posterior.mean, some), posterior.mean)
         rows = rows.reshape(1 if joint else -1, len(rows) if joint else entries, parameters)
         covariances.append(_between(rows, posterior.mean, precision))
@@ -85,23 +84,14 @@ def with_graph(
 
 def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tree:
     """Rows ``[B E, *leaf.shape]`` of the outputs' Jacobian, which autograd can go through."""
-    leaves, structure = batches.flatten(batch)
-    is_datum = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
-    data = [leaf for leaf, chosen in zip(leaves, is_datum) if chosen]
-
-    def one(*datum: Tensor) -> Tree:
-        given = iter(datum)
-        whole = structure.unflatten([next(given)[None] if chosen else x for x, chosen in zip(leaves, is_datum)])
-        return torch.func.jacrev(lambda p: forward(p, whole)[0])(params)
-
     with double_backward():  # autograd goes through these rows once more
         try:
-            rows = torch.vmap(one)(*data)
+            rows = over_data(lambda datum: torch.func.jacrev(lambda p: forward(p, datum)[0])(params), batch)
         except (
             RuntimeError,
             NotImplementedError,
         ):  # without a batching rule, one that looks at numbers or differentiates
-            each = [plain_rows(forward, params, part(batch, n, n + 1)) for n in range(batch_size(batch))]
+            each = [plain_rows(forward, params, datum) for datum in parts(batch, 1)]
             rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
     return optree.tree_map(lambda x, p: x.reshape(x.shape[: x.ndim - p.ndim].numel(), *p.shape), rows, params)
 
@@ -265,7 +255,7 @@ def _without_graph(
             plan, check
         ):
             means.append(chunk.outputs)
-            covariances.append(_of_chunk(chunk, params, precision, bases))
+            covariances.append(_of_gradients(chunk.gradients, params, precision, bases))
             del chunk  # before the next one is made
         return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
 
@@ -290,16 +280,18 @@ def of_affine(
             inputs = inputs if right is None else turned(inputs, right)
             variances = variances + inputs.square() @ values.reciprocal().reshape(outputs, -1).mT
         return variances
-    units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
+    times = 1 if bases else len(x)  # rows are formed for every datum
+    units = torch.eye(outputs, dtype=wide(x.dtype), device=x.device)[:, None].expand(-1, times, -1)
     gradients = [
-        (use.leaf, use.kind, use.canonical.x(inputs, x.shape[0]), use.canonical.g(inputs, units, 1))
+        Gradient(
+            use.leaf,
+            use.kind,
+            partial(use.canonical.x, inputs, x.shape[0]),
+            partial(use.canonical.g, inputs, units, times),
+        )
         for use, inputs in zip(uses, seen)
     ]
-    if bases:
-        return reduce(torch.add, (_in_basis(kind, of_x, g, bases[leaf]) for leaf, kind, of_x, g in gradients))
-    assert precision is not None
-    rows = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
-    return _between(_together(rows, params), params, precision)
+    return _of_gradients(gradients, params, precision, bases)
 
 
 LAYER = 64  # times as many targets at once where they need no backward pass
@@ -368,11 +360,11 @@ def _together(rows: dict[int, Tensor], params: Tree) -> Tensor:
     return torch.cat(every, 2).transpose(0, 1).to(common_dtype(params))
 
 
-def _of_chunk(chunk: Chunk, params: Tree, precision: Precision, bases: list[LayerBases] | None) -> Tensor:
+def _of_gradients(gradients: list[Gradient], params: Tree, precision: Any, bases: list[LayerBases] | None) -> Tensor:
     """Sum the leaves' parts in the bases in which the precision is diagonal, or go by rows."""
     if bases:
-        return reduce(torch.add, (_in_basis(kind, x(), g(), bases[leaf]) for leaf, kind, x, g, _ in chunk.gradients))
-    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
+        return reduce(torch.add, (_in_basis(kind, x(), g(), bases[leaf]) for leaf, kind, x, g, _ in gradients))
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in gradients}
     return _between(_together(rows, params), params, precision)
 
 

@@ -123,8 +123,8 @@ from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY, Regression
-from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root
-from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size, spectral
+from bayesopt_chain.precision import Dense, Diagonal, Kronecker, LowRank, Root
+from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size, spectral, unflatten
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
 TRIALS = 40  # evaluations that one line search may take
@@ -169,20 +169,14 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         >>> round(best.item(), 6)
         3.0
     """
-    given, structure = optree.tree_flatten(start)
-    values = [
-        value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
-        for value in given
-    ]
-
-    def tree(x: Tensor) -> Tree:
-        pieces = x.split([value.numel() for value in values])
-        return optree.tree_unflatten(structure, [p.reshape(v.shape).to(v) for p, v in zip(pieces, values)])
+    like = optree.tree_map(
+        lambda x: x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu"), start
+    )
 
     def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
         logs = x.clone().requires_grad_()
         with torch.enable_grad():
-            value = log_evidence(optree.tree_map(torch.exp, tree(logs)))
+            value = log_evidence(optree.tree_map(torch.exp, unflatten(logs, like)))
             if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
                 raise ValueError(
                     "log_evidence must return a 0-d tensor that depends on the hyperparameters, which are like start; it "
@@ -191,13 +185,13 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
             (slope,) = torch.autograd.grad(-value, logs, materialize_grads=True)
         return -value.detach(), slope
 
-    x = torch.cat([value.log().reshape(-1).to(torch.float64) for value in values])
+    x = torch.cat([leaf.log().reshape(-1).to(torch.float64) for leaf in optree.tree_leaves(like)])
     first, slope = evaluate(x)
     for what, number in (("log_evidence", float(first)), ("the gradient of log_evidence", float(slope.sum()))):
         if not math.isfinite(number):
             kind = "NaN" if math.isnan(number) else "infinite"
             raise ValueError(f"{what} is {kind}, not finite at start: pass a proper prior and another start")
-    return optree.tree_map(lambda leaf: leaf.exp(), tree(minimised(evaluate, x, first, slope, steps)))
+    return optree.tree_map(lambda leaf: leaf.exp(), unflatten(minimised(evaluate, x, first, slope, steps), like))
 
 
 def minimised(evaluate: Evaluate, x: Tensor, first: Tensor, slope: Tensor, steps: int) -> Tensor:
@@ -313,31 +307,19 @@ class Spectrum(NamedTuple):
     values: Tensor
 
 
-@singledispatch
 def spectra(precision: Any) -> list[Spectrum] | None:
     """The groups of a precision summed over data, or ``None`` for a structure without a common basis (low rank)."""
-    return None
-
-
-@spectra.register
-def _(precision: Dense) -> list[Spectrum]:
-    like = optree.tree_leaves(precision.like)
-    values = spectral(torch.linalg.eigvalsh, precision.matrix)
-    return [Spectrum(tuple(range(len(like))), values.clamp_min(0))]
-
-
-@spectra.register
-def _(precision: Root) -> list[Spectrum]:
-    rows = optree.tree_leaves(precision.rows)
-    values = spectral(torch.linalg.eigvalsh, gram([row.to(common_dtype(rows)) for row in rows]))
-    entries = sum(row[0].numel() for row in rows)
-    return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0))]
-
-
-@spectra.register
-def _(precision: Diagonal | Eigenbasis) -> list[Spectrum]:
-    leaves = optree.tree_leaves(precision.values)
-    return [Spectrum((i,), leaf.reshape(-1).clamp_min(0)) for i, leaf in enumerate(leaves)]
+    if bases := precision.layer_bases():
+        return [Spectrum((i,), basis.values.reshape(-1).clamp_min(0)) for i, basis in enumerate(bases)]
+    if isinstance(precision, Dense):
+        leaves, values = optree.tree_leaves(precision.like), spectral(torch.linalg.eigvalsh, precision.matrix)
+    elif isinstance(precision, Root):
+        leaves = optree.tree_leaves(precision.rows)
+        values = spectral(torch.linalg.eigvalsh, gram([row.to(common_dtype(leaves)) for row in leaves]))
+        values = values[-sum(row[0].numel() for row in leaves) :]
+    else:
+        return None
+    return [Spectrum(tuple(range(len(leaves))), values.clamp_min(0))]
 
 
 @singledispatch

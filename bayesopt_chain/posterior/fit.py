@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import optree
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
-from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.curvature._plan import batch_size, part, parts
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.modules import (
     Reader,
@@ -244,13 +244,12 @@ class FittedLaplace:
             >>> outputs.covariance.shape, torch.autograd.grad(outputs.covariance[1, 1], new)[0].shape
             (torch.Size([2, 2]), torch.Size([2, 1]))
         """
-        posterior, model = self.posterior, self.model
+        fitted = self
         if prior_precision is not None or likelihood_scale is not None:
             prior = self.prior_precision if prior_precision is None else prior_precision
-            scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
-            posterior = self._posterior_and_evidence(prior, scale)[0]
-        answer = partial(linearized, model, posterior, joint=joint)
-        mean, covariance = zip(*asked(model, "FittedLaplace.outputs", data, answer, is_one=joint))
+            fitted = self._under(prior, self.likelihood_scale if likelihood_scale is None else likelihood_scale)
+        answer = partial(linearized, self.model, fitted.posterior, joint=joint)
+        mean, covariance = zip(*asked(self.model, "FittedLaplace.outputs", data, answer, is_one=joint))
         return Outputs(torch.cat(mean), torch.cat(covariance))
 
     @checks.takes(data=checks.DATA)
@@ -334,11 +333,12 @@ class FittedLaplace:
         Raises:
             ValueError: a prior or a scale that is not positive.
         """
-        return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
+        return self._under(prior_precision, likelihood_scale).log_evidence
 
-    def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
+    def _under(self, prior_precision: Any, likelihood_scale: Any) -> FittedLaplace:
+        """The fit under another prior and noise."""
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
-        return posterior_and_evidence(self.model, self.seen, prior_precision, scale, self.covariance_scale)
+        return at(self.model, self.seen, prior_precision, scale, self.covariance_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """What the fit learned, as a tree of tensors: for ``bc.save``, or ``torch.save``. The module is not in it.
@@ -374,15 +374,22 @@ class FittedLaplace:
             A new fit.
 
         Raises:
-            ValueError: a state that lacks an entry, or is over other parameters.
+            ValueError: a state that lacks an entry, or is of another structure or likelihood, or over other parameters.
         """
-        missing = sorted(self.state_dict().keys() - state.keys())
+        own = self.state_dict()
+        missing = sorted(own.keys() - state.keys())
         if missing:
             raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
         require_like(state["params"], self.model.params, "state['params']")
         model = replace(self.model, params=state["params"])
         names = ("precision", "rows", "log_likelihood", "squares", "entries")
-        seen, share = Pass(*(state[name] for name in names)), float(state["covariance_scale"])
+        given, wanted = ([x[name] for name in names] for x in (state, own))
+        if optree.tree_structure(cast(Any, given)) != optree.tree_structure(cast(Any, wanted)):
+            raise ValueError(
+                f"load_state_dict: the state, whose precision is {type(state['precision']).__name__}, is of another structure "
+                f"or likelihood than {self!r}"
+            )
+        seen, share = Pass(*given), float(state["covariance_scale"])
         return at(model, seen, state["prior_precision"], state["likelihood_scale"], share)
 
     @checks.takes(loader=checks.DATA)
@@ -439,8 +446,7 @@ def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) ->
     model, posterior = fitted.model, fitted.posterior.factorised()
 
     def of_batch(batch: Any) -> list[Tensor]:
-        data = [part(batch, n, n + 1) for n in range(batch_size(batch))]
-        each = [by_target(model.forward, posterior, datum, model.likelihood, at_once) for datum in data]
+        each = [by_target(model.forward, posterior, datum, model.likelihood, at_once) for datum in parts(batch, 1)]
         return [torch.cat(x).to(model.dtype) for x in zip(*each)]
 
     means, covariances = zip(*asked(model, "outputs_by_target", data, of_batch))
@@ -456,15 +462,10 @@ def _range(numbers: Any) -> str:
 
 
 def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0) -> FittedLaplace:
-    """The posterior of a pass over the data under a prior and a noise, its covariance times ``share``."""
-    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale, share)
-    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen, share)
+    """The posterior of a pass over the data under a prior and a noise, its covariance times ``share``.
 
-
-def posterior_and_evidence(
-    model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0
-) -> tuple[Gaussian, Tensor]:
-    """The same without the pieces, differentiable in the prior and the noise. A temperature changes the posterior alone."""
+    Posterior and evidence are differentiable in the prior and the noise. A temperature changes the posterior alone.
+    """
     summed, data, factor = seen.precision, seen.decomposed, scale
     if scale.ndim:
         roots = optree.tree_map(lambda p: scale.sqrt().to(p).reshape(-1, *[1] * (p.ndim - 1)), model.params)
@@ -475,13 +476,13 @@ def posterior_and_evidence(
         posterior = posterior._replace(undecomposed=summed.scale(factor).add_diagonal(prior_precision))
     of_prior = log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     evidence = posterior.log_evidence(seen.log_likelihood_at(model, scale) + of_prior)
-    mean = posterior.mean
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)
+        posterior = posterior._replace(mean=mean)
     heat = heat_of(model, seen, share)
     if heat != 1:
         posterior = posterior._replace(precision=posterior.precision.scale(1 / heat), undecomposed=())
-    return posterior._replace(mean=mean), evidence
+    return FittedLaplace(posterior, prior_precision, scale, evidence, model, seen, share)
 
 
 def heat_of(model: Model, seen: Pass, share: float) -> float:
@@ -664,7 +665,6 @@ def fit_laplace(
         return at(model, seen, prior_precision, torch.ones_like(seen.entries))
     if tune == "validation":
         return _validated(model, seen, scale, validation, of_prior)
-    require_finite(seen.precision.diag(), "fit_laplace: the curvature")
     if tunes_noise and seen.precision.count <= 1 and float(seen.entries.max()) <= 1:
         raise ValueError(
             "fit_laplace: one target does not tell noise from what the parameters explain: pass more data, or give the noise "
@@ -937,7 +937,8 @@ def _epoch(
     if scale.ndim:  # outputs with noises of their own
         likelihood = likelihood.scaled(scale / mean_scale)
     for batch in map(model.how.read, data):
-        outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
+        now = {name: p.to(model.params[name].dtype) for name, p in chosen.items()}  # a last layer's may be float64
+        outputs = _called(module, batch) if model.features_of is None else model.forward(now, batch)
         squares = torch.stack([d * (chosen[name] - means[name]).square().sum() for name, d in prior.items()]).sum()
         nll = likelihood.nll(outputs, batch[1]).mean()
         loss = nll + squares / (2 * count * mean_scale.to(squares))
@@ -965,7 +966,6 @@ def _estimated(
 ) -> FittedLaplace:
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(map(model.how.read, data))
-    require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
     fixed = None if tune_noise else torch.ones_like(seen.log_likelihood)
     best, noise = tuned(model, seen, scale=fixed, prior_structure=prior_structure)
     nearer = {name: moved(now, best[name]) for name, now in prior.items()}

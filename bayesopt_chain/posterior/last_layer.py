@@ -343,8 +343,13 @@ class Responses:
     params: Mapping[str, Tensor]
     names: tuple[str, ...]
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The parameters of the last layer."""
+        return {name: self.params[name] for name in self.names}
+
     def __call__(self, batch: Any) -> HeadBatch:
-        theta = self._theta()
+        theta = flatten(self.kept, self.kept)
         alone = self.outputs(0 * theta, batch)
         s = float(alone.abs().amax().clamp_min(1))
         units = s * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
@@ -353,19 +358,14 @@ class Responses:
 
     def outputs(self, theta: Tensor, batch: Any) -> Tensor:
         """The model's outputs with other parameters of the last layer, ``[B, *event]``."""
-        kept = {name: self.params[name] for name in self.names}
-        return with_gradients(self.forward)({**self.params, **unflatten(theta, kept)}, batch)
+        return with_gradients(self.forward)({**self.params, **unflatten(theta, self.kept)}, batch)
 
     def are_linear(self, batch: Any) -> bool:
         """Whether the outputs at twice the parameters lie on a straight line through those at once and at none."""
-        theta = self._theta()
+        theta = flatten(self.kept, self.kept)
         none, once, twice = (self.outputs(k * theta, batch) for k in (0, 1, 2))
         scale = torch.stack([none, once, twice]).abs().amax()
         return bool((twice - 2 * once + none).abs().amax() <= LINEAR * torch.finfo(none.dtype).eps * scale)
-
-    def _theta(self) -> Tensor:
-        kept = {name: self.params[name] for name in self.names}
-        return flatten(kept, kept)
 
 
 def respond(params: Mapping[str, Tensor], batch: HeadBatch) -> Tensor:

@@ -10,7 +10,7 @@ sobol, probit, quadrature   means of targets at these outputs, by rules that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
-from bayesopt_chain.batches import flatten
 from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
@@ -28,7 +27,7 @@ from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
 from bayesopt_chain.modules import as_pair, logits_of, make_functional, require_eval, with_progress
 from bayesopt_chain.posterior._linearized import linearized_by
-from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.last_layer import (
     Features,
     HeadBatch,
@@ -164,6 +163,7 @@ class Model:
             total = one if total is None else both(total, one)
         if total is None:
             raise ValueError("fit_laplace: the loader has no batches")
+        require_finite(total.precision.entries(), "fit_laplace: the curvature")
         return total
 
     def _looked_at(self, batch: Any, estimate: Estimator) -> tuple[Pass, Tensor]:
@@ -172,6 +172,7 @@ class Model:
             precision, outputs = None, self.forward(self.params, batch).detach()
         else:
             precision, outputs = estimate.with_outputs(self.params, batch)
+        checks.finite_data("fit_laplace: outputs of the model", outputs)
         with torch.no_grad():
             self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
@@ -337,15 +338,14 @@ def asked(
     return found
 
 
-def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterable:
+def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterator[Any]:
     """Batches ``(inputs, targets)`` of a tensor of inputs, of one batch (a tuple or a mapping), or of an iterable of them;
-    ``read`` makes a pair of each."""
-    if isinstance(data, (Tensor, tuple, Mapping)):
-        return [_with_data(read(data))]
-    return (_with_data(read(batch)) for batch in data)
+    ``read`` makes a pair of each.
 
-
-def _with_data(pair: Any) -> Any:
-    if any(isinstance(leaf, Tensor) and leaf.ndim and not leaf.shape[0] for leaf in flatten(pair)[0]):
-        raise ValueError("predict: the batch is empty: pass at least one datum")
-    return pair
+    Raises:
+        ValueError: a batch without data, or whose tensors disagree about their number.
+    """
+    for batch in [data] if isinstance(data, (Tensor, tuple, Mapping)) else data:
+        pair = read(batch)
+        batch_size(pair)
+        yield pair

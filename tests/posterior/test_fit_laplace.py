@@ -155,7 +155,7 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"module": 3}, r"neither an nn\.Module nor a function"),
         ({"loader": []}, "the loader has no batches"),
         ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),
-        ({"loader": [(BATCH[0] / 0, BATCH[1])]}, "is NaN"),
+        ({"loader": [(BATCH[0] / 0, BATCH[1])]}, "are NaN or infinite"),
         ({"loader": [(BATCH[0], torch.full((4,), -100))]}, "every target is left out"),
         ({"loader": [(BATCH[0], ["a"] * 4)]}, "targets of the type list"),
         ({"loader": [BATCH, (BATCH[0][:0], BATCH[1][:0])]}, "the batch is empty"),
@@ -355,6 +355,24 @@ def test_a_prediction_inside_inference_mode_is_that_outside_of_it():
         torch.testing.assert_close(fitted.predict(x[:3]), wanted)
         with pytest.raises(ValueError, match="call it outside of it"):
             bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "dense", "root", "diagonal", "low_rank"])
+def test_a_datum_that_is_not_finite_is_refused_whatever_is_tuned(structure):
+    x, y = classes()
+    x[3] = torch.nan
+    for given in ({"tune": None}, {"tune": "validation", "validation": [classes()]}):
+        with pytest.raises(ValueError, match="NaN"):
+            bc.fit_laplace(module(), bc.likelihoods.categorical(), [(x, y)], structure=structure, subset="all", **given)
+
+
+def test_a_state_of_another_structure_or_likelihood_is_refused():
+    (x, y), model = classes(), module()
+    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
+    of_noise = bc.fit_laplace(model, bc.likelihoods.gaussian(), [(x, torch.randn(len(x), 3))], structure="kronecker")
+    for other in (of_noise, bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], structure="diagonal")):
+        with pytest.raises(ValueError, match="of another structure or likelihood than Laplace posterior of"):
+            fitted.load_state_dict(other.state_dict())
 
 
 def test_predictions_of_nan_stay_nan():

@@ -180,3 +180,10 @@ def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
     found = [p for fit in (training.fitted, fitted) for p in fit.prior_precision.values()]
     assert len(found) == 4 and found[0] == found[1] and found[2] == found[3]
     torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=0)
+
+
+def test_the_last_layer_of_a_float32_module_is_trained_although_it_is_solved_in_float64():
+    model, data = module().float(), tuple(t.float() for t in regression())
+    training = train_by_evidence(model, bc.likelihoods.gaussian(), [data], subset="last_layer", epochs=4, every=2)
+    assert training.loss[-1] < training.loss[0] and model[-1].weight.dtype == torch.float32
+    torch.testing.assert_close(model[-1].weight.double(), training.fitted.model.params["2.weight"])
