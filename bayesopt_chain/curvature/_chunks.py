@@ -577,7 +577,7 @@ def _vmapped_rows(
 
     None where something cannot be vmapped, or a batching rule returned other shapes.
     """
-    outputs_of, leaves = _of_leaves(forward, params, wanted)
+    outputs_of, leaves = _of_leaves(without_fused_recurrence(forward), params, wanted)
     s = columns.transpose(0, 1)
 
     def rows_of(pair: Any) -> list[Tensor]:
@@ -602,6 +602,8 @@ def _rows_by_datum(
         forward, params, linear, columns, wanted: as in :func:`_vmapped_rows`.
         together: whether the backward pass is vmapped over columns, where it can be; otherwise there is one for each column.
     """
+    # a fused recurrent kernel is faster for one datum, and no transform can go through it
+    forward = without_fused_recurrence(forward) if is_transformed() else forward
     outputs_of, leaves = _of_leaves(forward, params, wanted)
     each = []
     for datum, s in zip(parts(linear.data, 1), columns.transpose(0, 1)):
@@ -622,7 +624,6 @@ def _of_leaves(
     forward: Forward, params: Tree, wanted: list[int]
 ) -> tuple[Callable[[list[Tensor], Any], Tensor], list[Tensor]]:
     """Return the outputs of one datum as a function of the wanted leaves, and these leaves."""
-    forward = without_fused_recurrence(forward)
     leaves, structure, _ = fresh_leaves(params)
 
     def outputs(some: list[Tensor], datum: Any) -> Tensor:

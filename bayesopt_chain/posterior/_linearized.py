@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature import jvp
-from bayesopt_chain.curvature._autodiff import double_backward
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward
 from bayesopt_chain.curvature._chunks import BatchPullback, Demand, Gradient
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector, turned
 from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, fresh_leaves, make_plan, over_data, parts
@@ -46,6 +46,7 @@ from bayesopt_chain.curvature._taps import Check, Checks, Taps
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._likelihood import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian, white
+from bayesopt_chain.posterior.last_layer import with_gradients
 from bayesopt_chain.precision import LayerBases, Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size, unflatten, wide
@@ -69,8 +70,7 @@ def with_graph(
     try:
         mean = forward(posterior.mean, batch)
     except RuntimeError:  # a forward function that takes derivatives itself needs gradients on
-        with torch.enable_grad():
-            mean = forward(posterior.mean, batch).detach()
+        mean = with_gradients(forward)(posterior.mean, batch)
     entries, parameters = mean.shape[1:].numel(), size(posterior.mean)
     row = 3 * parameters * entries * common_dtype(posterior.mean).itemsize
     at_once = count if joint else max(1, ROW_BYTES // row)
@@ -87,10 +87,7 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     with double_backward():  # autograd goes through these rows once more
         try:
             rows = over_data(lambda datum: torch.func.jacrev(lambda p: forward(p, datum)[0])(params), batch)
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # without a batching rule, one that looks at numbers or differentiates
+        except UNSUPPORTED:  # without a batching rule, one that looks at numbers or differentiates
             each = [plain_rows(forward, params, datum) for datum in parts(batch, 1)]
             rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
     return optree.tree_map(lambda x, p: x.reshape(x.shape[: x.ndim - p.ndim].numel(), *p.shape), rows, params)
@@ -155,14 +152,13 @@ def functional_samples(
     with torch.set_grad_enabled(wanted), checks.blaming("functional_samples", "forward or batch"):
         try:
             return torch.vmap(along)(moves)
-        except (RuntimeError, NotImplementedError):
+        except UNSUPPORTED:
             pass  # what vmap refuses goes one function at a time
         try:
             return torch.stack([along(optree.tree_map(lambda x, s=s: x[s], moves)) for s in range(samples)])
         except RuntimeError:  # as in jacobian
             rows = flatten(jacobian(forward, posterior.mean, batch), posterior.mean)
-            with torch.enable_grad():
-                mean = forward(posterior.mean, batch).detach()
+            mean = with_gradients(forward)(posterior.mean, batch)
             return mean + (flatten(moves, posterior.mean) @ rows.mT).reshape(samples, *mean.shape)
 
 

@@ -474,7 +474,7 @@ def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: flo
     posterior = posterior_of(data, model.params, prior_precision=prior_precision, likelihood_scale=factor)
     if isinstance(summed, Kronecker):
         posterior = posterior._replace(undecomposed=summed.scale(factor).add_diagonal(prior_precision))
-    of_prior = log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
+    of_prior = log_prior(posterior.mean, prior_precision, model.how.prior_mean).to(torch.float64)
     evidence = posterior.log_evidence(seen.log_likelihood_at(model, scale) + of_prior)
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)

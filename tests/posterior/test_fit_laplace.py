@@ -110,10 +110,11 @@ def test_batches_of_any_iterable_are_fitted_and_predicted_alike():
 
 def test_a_forward_function_is_fitted_by_names():
     (x, y) = classes()
-    params = {"body": torch.randn(2, 5), "head": {"w": torch.randn(5, 3)}}
+    params = {"body": torch.randn(2, 5), "head": {"w": torch.randn(5, 3, requires_grad=True)}}
     forward = lambda p, batch: torch.tanh(batch[0] @ p["body"]) @ p["head"]["w"]  # noqa: E731
     fitted = bc.fit_laplace(forward, bc.likelihoods.categorical(), loader(x, y), params=params, subset="head")
     assert list(fitted.posterior.mean) == ["head.w"] and fitted.predict(x).shape == (N, 3)
+    assert not fitted.log_evidence.requires_grad
 
 
 def matrix(params, batch):
