@@ -500,9 +500,8 @@ def pullback(
     inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs, aux = run(inputs)
-    tail = (
-        outputs if outputs.requires_grad else outputs.detach().requires_grad_()
-    )  # without a graph every gradient is zero
+    # without a graph every gradient is zero
+    tail = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
 
     def one(s: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(tail, inputs, s, retain_graph=True, materialize_grads=True))
