@@ -37,6 +37,7 @@ from bayesopt_chain.likelihoods._likelihood import slope
 from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
 from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, at, heat_of
 from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.last_layer import with_gradients
 from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.precision import flatten
 from bayesopt_chain.tracing import is_transformed
@@ -228,8 +229,7 @@ def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Call
 
 
 def _outputs(fitted: FittedLaplace, posterior: Gaussian, batch: Any, name: str) -> Tensor:
-    with torch.no_grad():
-        outputs = fitted.model.forward(posterior.mean, batch)
+    outputs = with_gradients(fitted.model.forward)(posterior.mean, batch)
     checks.finite_data(f"{name}: outputs of the model", outputs)
     return outputs
 

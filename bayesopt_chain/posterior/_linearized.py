@@ -298,8 +298,7 @@ def by_target(
 ) -> tuple[Tensor, Tensor]:
     """Mean ``[1, *positions, C]`` and covariance ``[1, *positions, C, C]`` of each target of a datum alone, ``at_once`` of them
     in a block."""
-    with torch.no_grad():
-        whole = forward(posterior.mean, datum)
+    whole = with_gradients(forward)(posterior.mean, datum)
     grouping = likelihood.grouping(whole.shape[1:])
     mean, width = grouping.split(whole), grouping.width
     by_rows = posterior.precision.layer_bases() is None and posterior.precision.lower_factor() is None
@@ -320,8 +319,8 @@ def _inputs_of_layer(forward: Callable[[Tree, Any], Tensor], params: Tree, datum
     """What the kept layer sees at each target, ``[T, I]``; None where the outputs ``[T, C]`` are not that layer's there."""
     leaves, structure, _ = fresh_leaves(params)
     taps = Taps(leaves, 1)
-    with torch.no_grad(), taps:
-        forward(structure.unflatten(leaves), datum)
+    with taps:
+        with_gradients(forward)(structure.unflatten(leaves), datum)
     uses = {use.leaf: (use, x) for use, x in zip(taps.uses, taps.inputs)}
     matrices = [(use, x) for use, x in uses.values() if isinstance(use.kind, Matrix) and not use.kind.transposed]
     biases = [leaf for leaf, (use, _) in uses.items() if isinstance(use.kind, Vector)]

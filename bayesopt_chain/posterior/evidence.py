@@ -121,6 +121,7 @@ from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._classes import OneOfSeveral
 from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.last_layer import with_gradients
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY, Regression
 from bayesopt_chain.precision import Dense, Diagonal, Kronecker, LowRank, Root
@@ -571,7 +572,7 @@ def within_budget(model: Model, posterior: Gaussian, batches: list[Any], seen: P
     """
     likelihood: Any = getattr(model.likelihood, "inner", model.likelihood)  # what is drawn has no weights
     most = SHARE * (float(-seen.log_likelihood / seen.entries) + SPARE)
-    outputs = model.forward(posterior.mean, part(batches[0], 0, 1)).numel()
+    outputs = with_gradients(model.forward)(posterior.mean, part(batches[0], 0, 1)).numel()
     each = min(OF_BUDGET, ENTRIES // outputs**2)
     if each < FEWEST:
         return 1.0

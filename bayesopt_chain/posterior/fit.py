@@ -66,7 +66,7 @@ from bayesopt_chain.posterior.evidence import (
 )
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
-from bayesopt_chain.posterior.last_layer import Features, unwrapped
+from bayesopt_chain.posterior.last_layer import Features, unwrapped, with_gradients
 from bayesopt_chain.posterior.model import (
     ESTIMATORS,
     MANY,
@@ -707,7 +707,7 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
     """Compare the predictive density of some training data with the network's own, where that costs little."""
     some = fitted.model.seen_by_head(part(batch, 0, FEW_DATA))
     with torch.no_grad():
-        outputs = fitted.model.forward(fitted.model.params, some)
+        outputs = with_gradients(fitted.model.forward)(fitted.model.params, some)
         entries = outputs.shape[1:].numel()
         data = min(len(outputs), SMALL_WORK // (entries * size(fitted.model.params)))
         if data < LEAST_DATA or entries > FEW_DATA:
@@ -728,7 +728,7 @@ def _log_density(fitted: FittedLaplace, batch: Any, targets: Any) -> Tensor:
     """Summed over held-out targets, 0-d; where a datum's outputs are too many for their covariance, by draws of functions."""
     model = fitted.model
     with torch.no_grad():
-        if model.forward(model.params, part(batch, 0, 1)).numel() <= MANY:
+        if with_gradients(model.forward)(model.params, part(batch, 0, 1)).numel() <= MANY:
             return fitted.predictive([batch]).log_prob(targets).sum()
         generator = torch.Generator(optree.tree_leaves(model.params)[0].device).manual_seed(0)
         drawn = fitted.functional_samples([batch], samples=DRAWS, generator=generator)

@@ -263,6 +263,9 @@ def test_all_layers_are_right_densely_whatever_takes_the_derivative(by):
     off = torch.cat([(moves[name] - fitted.posterior.mean[name]).flatten(1) for name in names], 1)
     drawn = fitted.functional_samples(data, samples=2, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(drawn, fitted.outputs(data).mean + torch.einsum("nep,sp->sne", rows, off))
+    tuned = bc.fit_laplace(module, gaussian(VARIANCE), loader, subset="all", structure="dense")
+    assert tuned.log_evidence > fitted.log_evidence
+    torch.testing.assert_close(bc.posterior.outputs_by_target(fitted, data)[0][..., 0], fitted.outputs(data).mean)
 
 
 @torch.enable_grad()
