@@ -31,6 +31,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp
 from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
 from bayesopt_chain.curvature._plan import (
     Forward,
@@ -42,7 +43,6 @@ from bayesopt_chain.curvature._plan import (
     parts,
     require_same_outputs,
 )
-from bayesopt_chain.curvature._products import hessian_product
 from bayesopt_chain.curvature._structures import STRUCTURES as MAKERS
 from bayesopt_chain.curvature._structures import Options, require_dense_fits, structure_sum
 from bayesopt_chain.curvature._taps import Check, Checks
@@ -266,8 +266,8 @@ def hessian(
         data = max(1, min(n, (chunk_bytes or PRODUCT_BYTES) // (16 * activations * plan.probe.element_size())))
         total: Any = 0
         for some, of_some in parts((batch, labels), data):
-            product = partial(_product, forward, likelihood, params, some, of_some)
-            total = total + _columns(product, params, chunk_bytes, structure == "diagonal")
+            products = _hessian_products(forward, likelihood, params, some, of_some, like)
+            total = total + _columns(products, params, chunk_bytes, structure == "diagonal")
         count = as_tensor(n, torch.float64, plan.probe.device)
         return Dense(total, like, count) if structure == "dense" else Diagonal(unflatten(total, widened(params)), count)
 
@@ -330,24 +330,48 @@ class Estimator:
         return self.checks.run(params, batch, lambda: make_plan(self.forward, params, batch), work)
 
 
-def _product(forward: Forward, likelihood: Likelihood, params: Tree, some: Any, labels: Any, vector: Tensor) -> Tensor:
-    """The Hessian of some data times a vector, ``[P]``."""
-    tangent = unflatten(vector, params)
-    return flatten(hessian_product(lambda p: forward(p, some), likelihood, params, tangent, labels), params)
+def _hessian_products(
+    forward: Forward, likelihood: Likelihood, params: Tree, chunk: Any, labels: Any, like: Tree
+) -> Callable[[Tensor], Tensor]:
+    """Return ``products(V [M, P]) -> H V [M, P]``: the gradient's pullback, which for a symmetric matrix is the
+    product.
+    """
+
+    def loss(vector: Tensor) -> Tensor:
+        return likelihood.nll(forward(unflatten(vector, like), chunk), labels).sum()
+
+    def linearise() -> Callable[[Tensor], Tensor]:
+        _, pull = vjp(torch.func.grad(loss), flatten(params, like))
+        return lambda vectors: torch.vmap(lambda v: pull(v)[0])(vectors)
+
+    zero = torch.zeros(1, size(like), dtype=common_dtype(params), device=_device(params))
+    products = linearise()
+    try:
+        products(zero)
+    except UNSUPPORTED:
+        with double_backward():
+            products = linearise()
+            products(zero)
+    return products
 
 
-def _columns(product: Callable[[Tensor], Tensor], params: Tree, chunk_bytes: int | None, diagonal: bool) -> Tensor:
+def _device(params: Tree) -> torch.device:
+    """Return the device of the first leaf."""
+    return optree.tree_leaves(params)[0].device
+
+
+def _columns(products: Any, params: Tree, chunk_bytes: int | None, diagonal: bool) -> Tensor:
     """Return the Hessian ``[P, P]``, or its diagonal ``[P]``, from products with unit vectors, a chunk of them at a
     time.
     """
-    parameters, dtype, device = size(params), common_dtype(params), optree.tree_leaves(params)[0].device
+    parameters, dtype, device = size(params), common_dtype(params), _device(params)
     at_once = max(1, (chunk_bytes or PRODUCT_BYTES) // (3 * parameters * dtype.itemsize))
     pieces = []
     for start in range(0, parameters, at_once):
         stop = min(parameters, start + at_once)
         units = torch.zeros(stop - start, parameters, dtype=dtype, device=device)
         units[:, start:stop].fill_diagonal_(1)
-        rows = torch.vmap(product)(units)
+        rows = products(units)
         pieces.append(rows[:, start:stop].diagonal() if diagonal else rows)
     return torch.cat(pieces)
 

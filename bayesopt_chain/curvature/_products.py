@@ -268,7 +268,7 @@ def linear_operator(
         tangent: Any = optree.tree_unflatten(structure, vector)
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for batch in batches:
-            multiply = _ggn_product if kind == "ggn" else hessian_product
+            multiply = _ggn_product if kind == "ggn" else _hessian_product
             part = multiply(lambda p, batch=batch: forward(p, batch), likelihood, params, tangent, labels_of(batch))
             total = [a + b for a, b in zip(total, optree.tree_leaves(part))]
         return total
@@ -307,8 +307,7 @@ def _ggn_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent:
     return pull(root.combine(transposed(along)[0]))[0]
 
 
-def hessian_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent: Tree, labels: Any) -> Tree:
-    """``H v`` of the summed loss."""
+def _hessian_product(outputs_of: Any, likelihood: Likelihood, params: Tree, tangent: Tree, labels: Any) -> Tree:
     return hvp(lambda p: likelihood.nll(outputs_of(p), labels).sum(), (params,), (tangent,))[1]
 
 
