@@ -391,6 +391,6 @@ def spectral(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
         found = function(matrix)
         if all(is_hidden(x) or bool(x.isfinite().all()) for x in optree.tree_leaves(found)):
             return found
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # LinAlgError is one
         pass
     return optree.tree_map(lambda x: x.to(matrix.dtype), function(matrix.double()))
