@@ -446,7 +446,6 @@ INNER = {
         "require",
         "require_values",
         "mixed",
-        "mixed_below",
         "nodes",
         "widened",
         "smoothed",
@@ -477,6 +476,7 @@ INNER = {
         "sampled_factors",
         "gradient",
         "weights",
+        "counted",
     ),
 }
 NOT_CALLED = {

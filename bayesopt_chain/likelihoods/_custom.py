@@ -272,13 +272,13 @@ class Weighted(Likelihood):
     (  # what does not look at weights is the inner likelihood's own
         noise_variance, has_width,  # pyright: ignore[reportIncompatibleMethodOverride]
         support, methods, has_classes, default_method, log_prob, information, exact_root, mean, variance, draw, cdf, grouping,
-        mixed, mixed_below, mixture_crps, log_prob_at_nodes, support_at, expected_mean,
+        mixed, mixture_crps, log_prob_at_nodes, support_at, expected_mean,
     ) = (
         cast(Any, property(attrgetter(f"inner.{name}")))
         for name in (
             "noise_variance", "has_width",
             "support", "methods", "has_classes", "default_method", "log_prob", "information", "exact_root", "mean", "variance",
-            "draw", "cdf", "grouping", "mixed", "mixed_below", "mixture_crps", "log_prob_at_nodes", "support_at",
+            "draw", "cdf", "grouping", "mixed", "mixture_crps", "log_prob_at_nodes", "support_at",
             "expected_mean",
         )
     )  # fmt: skip

@@ -280,6 +280,8 @@ class Likelihood(ABC):
         default_method: how :meth:`bayesopt_chain.posterior.FittedLaplace.predict` averages over outputs if nobody says: one of
             ``methods``, or "linearized", which gives the whole predictive distribution.
         has_classes: whether targets are classes without an order, or yes and no, whose uncertainty is an entropy.
+        noise_variance: of Gaussian noise, a number or ``[*event]``, in squared units of the target; ``None`` for other
+            likelihoods.
         methods: by their names the rules by which :meth:`expected_mean` works, the first by default: functions of a target's
             Gaussian outputs, mean ``[*, C]`` and covariance ``[*, C, C]``, or ``None`` for the mean of the predictive.
 
@@ -309,6 +311,7 @@ class Likelihood(ABC):
     methods: Mapping[str, Callable[[Tensor, Tensor], Tensor] | None] = {"quadrature": None}
     default_method: str = "linearized"
     has_classes: bool = False
+    noise_variance: Any = None
 
     # What a subclass says.
 
@@ -495,7 +498,7 @@ class Likelihood(ABC):
         """Where targets lie that have these outputs, all of them together.
 
         Args:
-            outputs: ``[B, *event]``.
+            outputs: ``[*lead, B, *event]``.
 
         Returns:
             By default :attr:`support`, whatever the outputs.
@@ -567,11 +570,6 @@ class Likelihood(ABC):
         return targets
 
     @property
-    def noise_variance(self) -> Any:
-        """Of Gaussian noise, a number or ``[*event]``, in squared units of the target; ``None`` for other likelihoods."""
-        return None
-
-    @property
     def has_noise_scale(self) -> bool:
         """Whether it has Gaussian noise of known variance, which :meth:`scaled` changes."""
         return self.noise_variance is not None
@@ -620,11 +618,30 @@ class Likelihood(ABC):
         if not self.has_noise_scale:
             raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
         self.require(outputs, targets)
-        found = (self.labels(targets) - outputs) * like(self.noise_variance, outputs).rsqrt()
-        weights = self.weights(targets)
-        return found if weights is None else found * weights.to(outputs.dtype).sqrt()
+        residuals = (self.labels(targets) - outputs) * like(self.noise_variance, outputs).rsqrt()
+        return self.counted(residuals, targets, power=0.5)
 
     # What follows.
+
+    def counted(self, values: Tensor, targets: Any, power: float = 1.0) -> Tensor:
+        """Values of every target times its weight, 0 where that is 0, whatever the value.
+
+        Args:
+            values: ``[B, *positions]``.
+            targets: as for :meth:`nll`.
+            power: of the weights, 0.5 for what is squared later. Default 1.
+
+        Returns:
+            Like the values.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().counted(torch.tensor([2.0, float("nan")]), torch.tensor([1, -100]))
+            tensor([2., 0.])
+        """
+        weights = self.weights(targets)
+        return values if weights is None else torch.where(weights != 0, values * weights.to(values.dtype) ** power, 0)
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
         """Raise for targets that the outputs or the likelihood cannot have.
@@ -685,9 +702,7 @@ class Likelihood(ABC):
             tensor([[0.6931, 0.0000]])
         """
         self.require(outputs, targets)
-        weights = self.weights(targets)
-        losses = -self.log_prob(outputs, self.labels(targets))
-        return losses if weights is None else torch.where(weights != 0, losses * weights.to(losses.dtype), 0)
+        return self.counted(-self.log_prob(outputs, self.labels(targets)), targets)
 
     def nll(self, outputs: Tensor, targets: Any) -> Tensor:
         """The negative log-likelihood of each datum, ``[B]``, in nats, normalised: the sum over its targets.
@@ -958,25 +973,6 @@ class Likelihood(ABC):
         nodes, log_weights = normal_nodes(grouping.split(outputs.mean), grouping.blocks(outputs.covariance), points)
         of_rule = points if len(log_weights) == points else 0
         return Predictive(self, grouping.join(nodes, event), log_weights, points=of_rule)
-
-    def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
-        """The nodes that distribution functions, quantiles and scores ask, which need no density far out.
-
-        Args:
-            outputs: Gaussian outputs of data apart.
-            points: of the rule, odd. Default 129.
-
-        Returns:
-            A mixture. Default: :meth:`mixed`.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> outputs = likelihoods.Outputs(torch.ones(1, 1), torch.full((1, 1), 0.25))
-            >>> likelihoods.student_t(3.0).mixed_below(outputs).likelihood.name  # a mixture of Gaussians
-            'gaussian'
-        """
-        return self.mixed(outputs, points)
 
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """:meth:`log_prob` of a mixture's nodes, ``[S, N, *event]``: at once, where the likelihood takes leading axes.

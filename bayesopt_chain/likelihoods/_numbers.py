@@ -8,7 +8,7 @@ At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With
 
     y | r ~ N(m + S_mr / S_rr (r - E r),  S_mm - S_mr^2 / S_rr + e^r),      r by the trapezoidal rule.
 
-Student's t is a mixture of Gaussians too, so that distribution function, quantiles and score of targets are those of
+Student's t is a mixture of Gaussians too, so that density, distribution function, quantiles and score of targets are those of
 
     y | W ~ N(m, S + s^2 / W),     W ~ Gamma(nu / 2) of mean 1,             log W by the trapezoidal rule.
 
@@ -73,41 +73,45 @@ class Normal(Likelihood):
         return ndtr((values - mean) * (-log_variance / 2).exp())
 
     def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
-        """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
-        weights = log_weights.exp().to(outputs)
-        # far out a variance may be infinite where no weight is left
-        outputs = torch.where(weights.reshape(-1, *[1] * (outputs.ndim - 1)) > 0, outputs, 0)
-        mean, variance = self.mean(outputs), self.variance(outputs)
-        first, second = torch.tensordot(weights, _absolute_mean(targets - mean, variance), dims=1), 0.0
-        for w, m, v in zip(weights, mean, variance):  # one row of the S^2 pairs at a time
-            second = second + w * torch.tensordot(weights, _absolute_mean(m - mean, v + variance), dims=1)
-        return first - 0.5 * second
+        """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006).
+
+        With ``E|N(d, v)| = sqrt(2 v / pi) + h(d, v)`` the first terms of a pair, ``(a + b - sqrt(a^2 + b^2)) / sqrt(2 pi)`` of
+        deviations ``a <= b``, are a multiple of the smaller one: log variances may be far apart, and b no number.
+        """
+        mean, log_variance = torch.broadcast_tensors(*(x.double() for x in self.pair(outputs)))
+        log_weights = log_weights.double()
+        weights = log_weights.exp()
+        found = torch.tensordot(weights, _beyond_deviation(targets - mean, log_variance), dims=1)
+        log_weights = log_weights.reshape(-1, *[1] * (mean.ndim - 1))
+        for w, m, r in zip(log_weights, mean, log_variance):  # one row of the S^2 pairs at a time
+            ratio = (-(r - log_variance).abs() / 2).exp()  # a / b
+            shares = (w + log_weights + torch.minimum(r, log_variance) / 2).exp()  # of a, which alone may be too large
+            smaller = (2 / math.pi) ** 0.5 * shares / (1 + ratio + (1 + ratio.square()).sqrt())
+            of_pair = _beyond_deviation(m - mean, torch.logaddexp(r, log_variance))
+            found = found + smaller.sum(0) - w.exp() * torch.tensordot(weights, of_pair, dims=1) / 2
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Normal):
     """See :func:`gaussian`."""
 
-    variance_of_noise: Any
+    noise_variance: Any
 
     def grouping(self, event: torch.Size) -> Grouping:
-        return _each_of("gaussian: variance", self.variance_of_noise, event)
+        return _each_of("gaussian: variance", self.noise_variance, event)
 
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs, like(self.variance_of_noise, outputs).log()
+        return outputs, like(self.noise_variance, outputs).log()
 
     def variance(self, outputs: Tensor) -> Tensor:
-        return like(self.variance_of_noise, outputs).expand_as(outputs)
+        return like(self.noise_variance, outputs).expand_as(outputs)
 
     def information(self, outputs: Tensor) -> Tensor:
-        return like(self.variance_of_noise, outputs).reciprocal().expand_as(outputs)
-
-    @property
-    def noise_variance(self) -> Any:
-        return self.variance_of_noise
+        return like(self.noise_variance, outputs).reciprocal().expand_as(outputs)
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
-        return Gaussian(self.variance_of_noise / scale)
+        return Gaussian(self.noise_variance / scale)
 
     def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
         noise = self.variance(outputs.mean)
@@ -116,7 +120,7 @@ class Gaussian(Normal):
         return Predictive(known, outputs.mean[None], noise.new_zeros(1), None, (outputs.mean, noise, spread))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
-        return Gaussian(self.variance_of_noise * factor), outputs
+        return Gaussian(self.noise_variance * factor), outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,12 +198,13 @@ class StudentT(Likelihood):
         tail = incomplete_beta(df / 2, half, df / (df + t.square()), t.square() / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
 
-    def mixed_below(self, outputs: Outputs, points: int = FEW) -> Predictive:
+    def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
         mean = outputs.mean.double()  # variances of far nodes are no numbers in single precision
+        spread = outputs.variance.reshape(mean.shape)
         u, log_weights = (x.to(mean) for x in log_gamma(self.df / 2, points))
         log_noise = 2 * like(self.scale, mean).log() - u.reshape(-1, *[1] * mean.ndim)
-        nodes = _normals(mean, outputs.variance.reshape(mean.shape).double(), log_noise)
-        return Predictive(Normal(), nodes, log_weights, points=points)
+        moments = outputs.mean, self.variance(outputs.mean), spread
+        return Predictive(Normal(), _normals(mean, spread.double(), log_noise), log_weights, None, moments, points)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return StudentT(self.df, self.scale * factor**0.5), outputs
@@ -237,10 +242,6 @@ class Poisson(LogRates):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         f = outputs.double()
         return (targets * f - f.exp() - torch.lgamma(targets.to(f) + 1)).to(outputs.dtype)
-
-    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require(outputs, targets)
-        return outputs.exp() - targets.to(outputs.dtype)  # also of yes and no
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.exp(), generator=generator)
@@ -324,8 +325,7 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 
     Targets have the shape of the outputs, ``[B, *event]``. The curvature is the Fisher information, which is positive
-    where the Hessian of the loss is not. Predictive densities are integrated over outputs; where these deviate by so many
-    scales that it cannot be done (10,000), that is an error.
+    where the Hessian of the loss is not. At Gaussian outputs a target is a mixture of Gaussians, however uncertain they are.
 
     Args:
         df: degrees of freedom, in [1, 1e9]; up to 2 the variance of a target is infinite, which predictions say. Default 4.
@@ -403,9 +403,9 @@ def _normals(mean: Tensor, spread: Tensor, log_noise: Tensor) -> Tensor:
     return torch.stack([mean.expand_as(log_variance), log_variance], -1)
 
 
-def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
-    """``E|X|`` of Gaussians."""
-    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+def _beyond_deviation(mean: Tensor, log_variance: Tensor) -> Tensor:
+    """``E|X| - sqrt(2 v / pi)`` of Gaussians, between 0 and ``|E X|``."""
+    far = -math.log(torch.finfo(mean.dtype).tiny) / 2  # where squares are still numbers
+    deviation = (log_variance / 2).clamp(-far, far).exp()
     z = mean / deviation
-    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
-    return 2 * deviation * density + mean * (2 * ndtr(z) - 1)
+    return (2 / math.pi) ** 0.5 * deviation * (-z.square() / 2).expm1() + mean * (z / 2**0.5).erf()

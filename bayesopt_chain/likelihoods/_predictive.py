@@ -15,8 +15,8 @@ with weights w_s, target by target, and a Gaussian asks its nodes:
     Var y = sum_s w_s { Var[y | f_s] + (E[y | f_s] - E y)^2 }
     CRPS(F, y) = integral (F(x) - 1{x >= y})^2 dx                    (Gneiting and Raftery, 2007)
 
-Quantiles are found by bisection. The score is in closed form for mixtures of Gaussians, a sum for counts and classes in order,
-and otherwise an integral on each side of y.
+Quantiles are found by bisection of the numbers of float64 in their order. The score is in closed form for mixtures of
+Gaussians, a sum for counts and classes in order, and otherwise an integral on each side of y.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._quadrature import (
     FEW,
     MANY,
+    NUMBERS_AT_ONCE,
     UNLIKELY,
     TooFew,
     fine_grid,
@@ -47,11 +48,11 @@ AT_ONCE = 2**18  # outputs at which a score takes the distribution function at o
 POINTS = (129, 513, 2049, 8193)  # of each of the two integrals of a score
 CLOSE = 1e-6  # how close every other point has to come, which is about the square root of a rule's error
 STRETCH = 14.0  # integrals reach sinh(14) = 600,000 interquartile ranges out
-BISECTIONS = 64
+BISECTIONS = 64  # of all numbers in float64, to the last bit
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
+PAIRED = 4097  # nodes of which a score adds up all pairs
 COUNTS = 64  # added up between two looks at which data are not yet
-NUMBERS_AT_ONCE = 2**24  # of outputs at nodes; data beyond that are taken in parts
 
 
 class Outputs(NamedTuple):
@@ -114,10 +115,10 @@ class Outputs(NamedTuple):
         return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
 
 
-def at_nodes(question: Callable[..., Tensor], rule: str = "mixed") -> Callable[..., Tensor]:
+def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let draws answer a question; of Gaussian outputs nodes, for as many data at once as fit, and as many as it takes.
 
-    What it is asked with are tensors with a row a datum, and numbers. ``rule`` is the method of a likelihood that makes nodes.
+    What it is asked with are tensors with a row a datum, and numbers.
 
     Raises:
         ValueError: a likelihood that is too narrow for the outputs.
@@ -130,7 +131,7 @@ def at_nodes(question: Callable[..., Tensor], rule: str = "mixed") -> Callable[.
         points = FEW
         while points <= MANY:
             try:
-                answers = [question(nodes, *cut) for nodes, cut in self._nodes(rule, points, given)]
+                answers = [question(nodes, *cut) for nodes, cut in self._nodes(points, given)]
                 return torch.cat(answers).to(self.outputs.mean.dtype)
             except TooFew:
                 points = 2 * points - 1
@@ -142,9 +143,6 @@ def at_nodes(question: Callable[..., Tensor], rule: str = "mixed") -> Callable[.
         )
 
     return asked
-
-
-of_values = functools.partial(at_nodes, rule="mixed_below")
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +357,8 @@ class Predictive:
         return self._below(values.expand(shape))
 
     @checks.takes(level=checks.number("(0, 1)"))
+    @at_nodes
+    @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``, in the targets' units; not differentiated.
 
@@ -377,22 +377,24 @@ class Predictive:
             >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
             tensor([[2.]])
         """
-        return self._reached(level)
-
-    @of_values
-    @torch.no_grad()
-    def _reached(self, level: float) -> Tensor:
-        """Where the distribution function reaches a level, by bisection."""
         draws, support = self.outputs, self._ordered("quantile")
         if draws.dtype != torch.float64 and not TAIL < level < 1 - TAIL:
             # in single precision weights add up to one within 1e-7, which is a tail
             log_weights = self.log_weights.double().log_softmax(0)
             return replace(self, outputs=draws.double(), log_weights=log_weights).quantile(level)
-        low, high, value = self._line(support)
+        largest = torch.finfo(draws.dtype).max
+        ends = max(support.low - support.is_discrete, -largest), min(support.high, largest)  # below the least count
+        each = torch.zeros_like(self._below(draws.new_zeros(())), dtype=torch.float64)
+        low, high = (_in_order(torch.full_like(each, end).view(torch.int64)) for end in ends)
+
+        def value(rank: Tensor) -> Tensor:
+            x = _in_order(rank).view(torch.float64)
+            return (x.floor() if support.is_discrete else x).to(draws.dtype) + 0.0  # no count is -0
+
         for _ in range(BISECTIONS):
             if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
                 break
-            middle = (low + high) / 2
+            middle = (low & high) + ((low ^ high) >> 1)  # of which the sum may be no integer
             reached = self._below(value(middle)) >= level
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
         found, below = (self._below(value(u)) for u in (high, low))
@@ -457,16 +459,15 @@ class Predictive:
         """One set of outputs, ``[N, *event]``."""
         return self.outputs.mean if isinstance(self.outputs, Outputs) else self.outputs[0]
 
-    def _nodes(self, rule: str, points: int, given: tuple[Any, ...]) -> Iterator[tuple[Predictive, tuple[Any, ...]]]:
+    def _nodes(self, points: int, given: tuple[Any, ...]) -> Iterator[tuple[Predictive, tuple[Any, ...]]]:
         """Nodes that stand for Gaussian outputs, some data after the other, with their rows of what was given."""
         mean, covariance = self.outputs.mean, self.outputs.blocks
         if points > FEW:  # rounding in single precision would look as if points were too few for ever
             mean, covariance = mean.double(), covariance.double()
-        mixed: Callable[[Outputs, int], Predictive] = getattr(self.likelihood, rule)
         at_once = max(1, NUMBERS_AT_ONCE // max(1, 2 * points * mean[:1].numel()))  # 2 PAIRS points for several outputs
         cuts = [x.split(at_once) if isinstance(x, Tensor) else repeat(x) for x in given]
         for m, c, *cut in zip(mean.split(at_once), covariance.split(at_once), *cuts):
-            yield mixed(Outputs(m, c), points), tuple(cut)
+            yield self.likelihood.mixed(Outputs(m, c), points), tuple(cut)
 
     def _average(self, values: Tensor, unit: Any = None) -> Tensor:
         """``sum_s w_s values_s`` of values ``[S, *]``; errors count beside a ``unit`` of them, by default the sum's own."""
@@ -503,8 +504,7 @@ class Predictive:
     def _weighted(self, question: Callable[[Any], Tensor], targets: Any) -> Tensor:
         """What is asked of targets, each times its weight."""
         self.likelihood.require(self._first, targets, wait=True)
-        found, weights = question(self.likelihood.labels(targets)), self.likelihood.weights(targets)
-        return found if weights is None else torch.where(weights != 0, found * weights.to(found.dtype), 0)
+        return self.likelihood.counted(question(self.likelihood.labels(targets)), targets)
 
     @at_nodes
     def _log_density(self, labels: Any) -> Tensor:
@@ -512,24 +512,28 @@ class Predictive:
         log_weights = self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))
         if self.points > FEW:
             each = torch.where(each.isnan() & (log_weights < UNLIKELY), -math.inf, each)
-        each = each + log_weights
-        found = each.logsumexp(0)
         if self.points:
-            of_half = each[::2].logsumexp(0) - log_weights[::2].logsumexp(0)
-            require_enough(torch.ones_like(found), (of_half - found).exp(), 0)
-        return found
+            near = each - each.amax(0) + log_weights  # weights would be lost beside densities of -1e20
+            of_half = near[::2].logsumexp(0) - log_weights[::2].logsumexp(0)
+            require_enough(torch.ones_like(of_half), (of_half - near.logsumexp(0)).exp(), 0)
+        return (each + log_weights).logsumexp(0)
 
-    @of_values
+    @at_nodes
     def _below(self, values: Tensor) -> Tensor:
         """The distribution function."""
         return self._average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype), unit=1.0)
 
-    @of_values
+    @at_nodes
     def _score(self, labels: Tensor) -> Tensor:
         support = self._ordered("crps")
         labels = labels.to(self.outputs.dtype) if labels.is_floating_point() else labels
         closed = getattr(self.likelihood, "mixture_crps", None)
         if closed is not None:
+            if self.points > PAIRED:
+                raise ValueError(
+                    f"crps: {PAIRED} points do not integrate these outputs, whose log variances are so uncertain that the "
+                    "score is beyond 1e15 noise scales: look at what they were computed from, or use log_prob"
+                )
             found = closed(self.outputs, self.log_weights, labels)
             if self.points:
                 require_enough(found, closed(self.outputs[::2], self.log_weights[::2].log_softmax(0), labels), found)
@@ -537,34 +541,13 @@ class Predictive:
         return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
 
     def _ordered(self, what: str) -> Any:
-        support = self.likelihood.support_at(self._first)
+        support = self.likelihood.support_at(self.outputs)
         if support is None:
             raise ValueError(
                 f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
                 "probabilities in mean"
             )
         return support
-
-    def _line(self, support: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """A bracket of every target in a variable u, float64, and the rising function of u that is the target's value.
-
-        The value is ``sign(u) (e^|u| - 1)`` from an end of the support, or from the mean.
-        """
-        ends = [end for end in (support.low, support.high) if math.isfinite(end)]
-        start = torch.zeros_like(self._below(self.outputs.new_zeros(())), dtype=torch.float64)
-        start = start + (ends[0] if ends else self.mean)
-        far = math.log(torch.finfo(self.outputs.dtype).max) - 1
-
-        def value(u: Tensor) -> Tensor:
-            x = start + u.sign() * u.abs().expm1()
-            return (x.floor() if support.is_discrete else x).to(self.outputs.dtype)
-
-        def at(end: float) -> Tensor:
-            way = end - sum(ends[:1])
-            return torch.full_like(start, math.copysign(min(math.log1p(abs(way)), far), way))
-
-        step = float(support.is_discrete)  # the lowest value is below the least count
-        return at(support.low - step), at(support.high + step / 2), value
 
     def _summed_score(self, y: Tensor, support: Any) -> Tensor:
         draws = self.outputs
@@ -613,3 +596,8 @@ class Predictive:
             if not bool(((2 * terms[::2].sum(0) - found).abs() > CLOSE * found).any()):
                 break
         return found * width
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """The bits of float64 numbers as integers that rise with them; its own inverse."""
+    return torch.where(bits < 0, bits ^ (2**63 - 1), bits)

@@ -69,7 +69,8 @@ AGREE, LEAST = 1e-5, 1e-7  # of the answer, and of a unit: how close a rule has 
 PAIRS = 128  # antithetic pairs of Sobol points
 NEAR, REACH = 10.0, 36.0  # standard deviations at which float32 and float64 still have normal products of weights
 NATS = 45.0  # by which a gamma density falls from its mode to its first and last nodes
-FAR = 1e3  # the same, for targets far out
+FAR, FAR_NATS = 1e3, 1e4  # the same two, for targets far out
+LEAST_LOG = 700.0  # beyond which the squares of numbers are none
 UNLIKELY = -100.0  # log weight of a node at which a likelihood may overflow
 
 
@@ -104,8 +105,9 @@ def fine_grid(points: int = FEW, reach: float = REACH) -> tuple[Tensor, Tensor]:
 @constant
 def log_gamma(shape: float, points: int = FEW) -> tuple[Tensor, Tensor]:
     """Nodes of ``log W`` and logarithms of weights, ``[points]`` each, float64, for W of a gamma distribution of mean 1."""
-    reach = NATS / shape + (2 * NATS / shape) ** 0.5  # e^u - 1 - u is NATS / shape or more at both ends
-    u = torch.linspace(-reach, math.log1p(reach), points, dtype=torch.float64, device="cpu")
+    nats = (FAR_NATS if points > FEW else NATS) / shape
+    reach = nats + (2 * nats) ** 0.5  # e^u - 1 - u is nats or more at both ends
+    u = torch.linspace(-min(reach, LEAST_LOG), math.log1p(reach), points, dtype=torch.float64, device="cpu")
     return u, (shape * (u - u.expm1())).log_softmax(0)
 
 

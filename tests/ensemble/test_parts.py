@@ -45,7 +45,7 @@ def test_a_held_out_score_is_the_mean_density_of_the_members_that_left_the_datum
     p = problem()
     drawn = outputs(p, lambda m: 0.3 * m - 0.5)
     found = held.score(p.likelihood, p.folds_of(drawn))
-    v = float(p.likelihood.variance_of_noise)
+    v = float(p.likelihood.noise_variance)
     for k, who in enumerate(([0, 1], [2, 3])):
         y = p.data.take(p.folds[who[0]])[1]
         density = torch.stack([torch.distributions.Normal(drawn[m], v**0.5).log_prob(y) for m in who])
@@ -63,7 +63,7 @@ def test_a_surprise_costs_at_most_fifty_nats_and_of_noise_that_never_suffices_th
 def test_the_noise_of_members_is_their_mean_squared_error_without_outliers():
     p = problem(members=2)
     error = torch.tensor([[1.0], [-1.0]]).repeat(5, 1).double()
-    v = float(p.likelihood.variance_of_noise)
+    v = float(p.likelihood.noise_variance)
     folds = p.folds_of(outputs(p, lambda m: error))
     assert float(held.noise_of(p.likelihood, folds)) == pytest.approx(1 / v)
     wild = error.clone()
@@ -76,7 +76,7 @@ def test_each_output_has_its_noise_and_a_little_of_that_of_the_others():
     y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)).double()
     p = problem(members=2, make=lambda: nn.Linear(1, 2), y=y)
     p.data.targets[:] = y
-    size = p.likelihood.variance_of_noise.sqrt()
+    size = p.likelihood.noise_variance.sqrt()
     error = torch.tensor([0.1, 1.0]) * size * torch.tensor([1.0, -1.0]).repeat(5)[:, None]
     found = held.noise_of(p.likelihood, p.folds_of(outputs(p, lambda m: error)))
     logs = torch.tensor([0.01, 1.0]).double().log()
@@ -89,7 +89,7 @@ def test_the_noise_of_all_members_follows_from_how_those_that_left_a_fold_out_di
     """Four members err by ``e +- d`` on a fold. Of pairs ``r_i (r_i - r_k)`` is ``(e + d) 2 d``, ``-(e - d) 2 d`` or 0, each
     for a third of the pairs of a member, so that ``b = (4 / 3) d^2``; the noise falls by ``2 b (1 / m - 1 / 8)``."""
     p, noise = problem(members=8), torch.ones(1).double()
-    e, d, v = 0.5, 0.3, float(p.likelihood.variance_of_noise)
+    e, d, v = 0.5, 0.3, float(p.likelihood.noise_variance)
     drawn = outputs(p, lambda m: e + d * [1.0, -1.0][m % 2])
     found, cut = held.noise_of_all(p.likelihood, noise, p.folds_of(drawn, mixed), p.folds_of(drawn))
     off = 2 * 4 / 3 * d**2 / v * (2 / len(mixed) - 1 / 8)
@@ -102,7 +102,7 @@ def test_members_of_another_prior_tell_how_far_those_of_one_prior_disagree():
     halves = torch.tensor([1.0] * 5 + [-1.0] * 5)[:, None].double()
     drawn = outputs(p, lambda m: 0.2 * signs if m % 2 == 0 else 7.0 * halves * signs)
     found = held.disagreement(p.likelihood, p.folds_of(drawn), [0, 2])
-    assert float(found) == pytest.approx(0.04 / float(p.likelihood.variance_of_noise))
+    assert float(found) == pytest.approx(0.04 / float(p.likelihood.noise_variance))
 
 
 def test_all_members_err_by_what_their_mixture_promises():
@@ -119,7 +119,7 @@ def test_all_members_err_by_what_their_mixture_promises():
     halves = torch.arange(n).chunk(2)
     p.folds[:] = [halves[m // 2 % 2] for m in range(M)]
     drawn = [(y + e)[rows] for e, rows in zip(errors(), p.folds)]
-    unit = float(p.likelihood.variance_of_noise)
+    unit = float(p.likelihood.noise_variance)
     two = torch.tensor([1 / unit])  # of mixtures of two: a - b + 2 b / 2
     found, _ = held.noise_of_all(p.likelihood, two, p.folds_of(drawn, range(0, M, 2)), p.folds_of(drawn))
     new = errors()
@@ -190,7 +190,7 @@ def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     state, loss = training.run(training.state, batch, training.rates(0.1))
     w, b = training.state.theta.T[:, :, None, None]
     x, y = p.data.take(torch.arange(10, 40))
-    v = 0.02 * p.likelihood.variance_of_noise
+    v = 0.02 * p.likelihood.noise_variance
 
     def energy(w, b):
         fit = ((y - w * x - b).square() / (2 * v) + (2 * torch.pi * v).log() / 2).mean((1, 2))
@@ -348,7 +348,7 @@ PRECISION = torch.tensor([2.0, 0.5]).double()
 
 def closed(p, x, y):
     """Mean and precision of weight and bias of the linear model, for noise of V0 of the targets' variance."""
-    phi, v = torch.cat([x, torch.ones_like(x)], 1), V0 * p.likelihood.variance_of_noise
+    phi, v = torch.cat([x, torch.ones_like(x)], 1), V0 * p.likelihood.noise_variance
     A = phi.T @ phi / v + PRECISION.diag()
     return torch.linalg.solve(A, phi.T @ y / v)[:, 0], A
 
@@ -365,7 +365,7 @@ def test_draws_mix_to_the_closed_posterior_predictive():
     theta = chains_of(p).run(p.theta, 400, 1)[-1]
     distance = torch.einsum("mi,ij,mj->", theta - mean, A, theta - mean)
     assert 5e-5 < chi2.cdf(float(distance), 2 * 256) < 1 - 5e-5
-    noise = V0 * p.likelihood.variance_of_noise
+    noise = V0 * p.likelihood.noise_variance
     predicted = p.likelihood.scaled(1 / V0).mixture((theta @ x_new.T)[:, :, None])
     variance = float(x_new @ torch.linalg.solve(A, x_new.T))
     z = (float(predicted.mean) - float(x_new @ mean)) / (variance / 256) ** 0.5

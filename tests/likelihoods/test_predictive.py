@@ -16,6 +16,7 @@ from bayesopt_chain import likelihoods
 from bayesopt_chain.likelihoods import _quadrature
 from bayesopt_chain.likelihoods._quadrature import incomplete_beta
 
+D = torch.distributions
 MEAN = torch.tensor([[0.3], [-1.0]], dtype=torch.float64)
 COVARIANCE = torch.tensor([[[0.4]], [[1.5]]], dtype=torch.float64)
 ONE_OUTPUT = {
@@ -146,6 +147,28 @@ def test_scores_are_numbers_where_the_variances_of_far_nodes_are_none(likelihood
     by_target, by_mean = torch.autograd.grad(predictive.crps(y).sum(), (y, mean))
     torch.testing.assert_close(by_target, 2 * predictive.cdf(y.detach()) - 1, rtol=1e-5, atol=0)
     assert by_mean.isfinite().all()
+
+
+def test_scores_of_log_variances_far_apart_are_not_lost_in_the_largest():
+    """Against a sum over 4,001 nodes in extended precision; of two draws it is a quarter of the larger one's score."""
+    assert of_log_variance(20.0).crps(torch.ones(1, 1)).item() == pytest.approx(2686013325.408629, rel=1e-9)
+    draws = likelihoods.gaussian("learned").mixture(
+        torch.tensor([[[0.0, -800.0]], [[0.0, 800.0]]], dtype=torch.float64)
+    )
+    of_larger = math.exp(400) * (2**0.5 - 1) / math.pi**0.5
+    assert draws.crps(torch.zeros(1, 1)).item() == pytest.approx(of_larger / 4, rel=1e-13)
+
+
+def test_quantiles_need_no_mean_and_look_for_values_in_the_supports_of_all_draws():
+    """A mixture of two Cauchys, symmetric about its median; one of uniforms on (2, 4) and (-1, 1)."""
+    cauchy = likelihoods.custom(distribution=lambda f: D.Cauchy(f, torch.ones_like(f)))
+    found = cauchy.mixture(torch.tensor([[[0.0]], [[3.0]]], dtype=torch.float64)).quantile(0.5)
+    torch.testing.assert_close(found, torch.tensor([[1.5]], dtype=torch.float64), rtol=1e-12, atol=0)
+    mixed = likelihoods.custom(distribution=lambda f: D.Uniform(f, f + 2)).mixture(
+        torch.tensor([2.0, -1.0])[:, None, None]
+    )
+    assert mixed.quantile(0.3).item() == pytest.approx(0.2, abs=1e-6)
+    assert mixed.crps(torch.full((1, 1), 3.0)).item() == pytest.approx(5 / 6, abs=1e-5)
 
 
 @pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
@@ -399,9 +422,6 @@ def test_outputs_that_are_no_classes_are_stacked():
             likelihood.pooled([])
 
 
-D = torch.distributions
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -639,6 +659,7 @@ def test_a_log_variance_that_is_hardly_known_is_integrated_over(spread, dtype, t
     [
         (likelihoods.student_t(30.0, 0.01), 0.0, 10.0, 7.0, stats.norm.logpdf(7.0, 0.0, (100 + 1e-4 * 30 / 28) ** 0.5)),
         (likelihoods.student_t(4.0), 0.0, 1e4, 1e3, stats.norm.logpdf(1e3, 0.0, 1e4)),
+        (likelihoods.student_t(4.0), 0.0, 1e10, 1e25, -285.338229975),  # by mpmath, of the noise's tail alone
         (
             likelihoods.custom(distribution=lambda f: torch.distributions.Normal(f, torch.full_like(f, 1e-3))),
             *(0.0, 1.0, 0.503, stats.norm.logpdf(0.503, 0.0, (1 + 1e-6) ** 0.5)),
@@ -846,6 +867,12 @@ def of_classes():
     return CLASSES.predictive(torch.zeros(1, 3), torch.eye(3)[None])
 
 
+def of_log_variance(deviation):
+    covariance = torch.tensor([[[1.0, 0.3 * deviation], [0.3 * deviation, deviation**2]]], dtype=torch.float64)
+    return likelihoods.gaussian("learned").predictive(torch.zeros(1, 2, dtype=torch.float64), covariance)
+
+
+NARROW = likelihoods.custom(distribution=lambda f: D.Laplace(f, torch.ones_like(f)))
 ONE_EACH = "depends on the rest of the batch"
 
 
@@ -917,9 +944,10 @@ ONE_EACH = "depends on the rest of the batch"
         (lambda: CLASSES.predictive(torch.zeros(4), torch.ones(4, 1)), "at least two classes"),
         (lambda: likelihoods.negative_binomial(1e12), r"dispersion must be a number in \(0, 1e9\].*poisson"),
         (
-            lambda: likelihoods.student_t().predictive(*torch.tensor([[[0.0]], [[1e12]]])).log_prob(torch.zeros(1, 1)),
-            r"student_t likelihood is too narrow for these outputs, of standard deviations of up to 1e\+06",
+            lambda: NARROW.predictive(*torch.tensor([[[0.0]], [[1e12]]])).log_prob(torch.zeros(1, 1)),
+            r"custom likelihood is too narrow for these outputs, of standard deviations of up to 1e\+06",
         ),
+        (lambda: of_log_variance(60.0).crps(torch.ones(1, 1)), "crps: 4097 points do not integrate.*log_prob"),
         (lambda: likelihoods.student_t(1e12), r"df must be a number in \[1, 1e9\].*gaussian"),
         (lambda: likelihoods.student_t(0.9), r"df must be a number in \[1, 1e9\].*below 1"),
     ],
