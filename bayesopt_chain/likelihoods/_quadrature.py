@@ -105,7 +105,7 @@ def fine_grid(points: int = FEW, reach: float = REACH) -> tuple[Tensor, Tensor]:
 @constant
 def log_gamma(shape: float, points: int = FEW) -> tuple[Tensor, Tensor]:
     """Nodes of ``log W`` and logarithms of weights, ``[points]`` each, float64, for W of a gamma distribution of mean 1."""
-    nats = (FAR_NATS if points > FEW else NATS) / shape
+    nats = (FAR_NATS if points > 4 * FEW else NATS) / shape  # heavy tails need a few more points before a wider reach
     reach = nats + (2 * nats) ** 0.5  # e^u - 1 - u is nats or more at both ends
     u = torch.linspace(-min(reach, LEAST_LOG), math.log1p(reach), points, dtype=torch.float64, device="cpu")
     return u, (shape * (u - u.expm1())).log_softmax(0)
