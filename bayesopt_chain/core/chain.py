@@ -63,7 +63,7 @@ class Chain(GradientTransformation):
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
-        self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))
+        self.extra_kwargs = frozenset[str]().union(*(x.traits.extra_kwargs for x in self.links))
         # the link that the refusal of an update without params= names
         self.needy = next((x for x in self.links if x.traits.needs_params), None)
         self.plans: dict[Layout, Plan] = {}
@@ -77,7 +77,7 @@ class Chain(GradientTransformation):
     @property
     def required_kwargs(self) -> frozenset[str]:
         """The keywords without which ``update`` refuses."""
-        return frozenset[str]().union(*(x.required_kwargs for x in self.links))
+        return frozenset[str]().union(*(x.traits.required_kwargs for x in self.links))
 
     def chain(self, next: GradientTransformation) -> Chain:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This chain followed by another transformation.

@@ -39,7 +39,6 @@ class LinkScope:
     paths: tuple[str, ...]
     numbers: tuple[int, ...]  # by which a random stream knows these leaves: hashes of their paths
     shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
     # the elements of each leaf that are on this rank; None where no parameter is sharded
     pieces: tuple[Any, ...] | None
     # the leaves of a tree into which the link puts its own: () for leaves that a mask leaves out, None for the others
@@ -58,10 +57,9 @@ class LinkScope:
             paths=tuple([layout.paths[j] for j in index]),
             numbers=tuple([numbers[j] for j in index]),
             shapes=tuple([layout.shapes[j] for j in index]),
-            dtypes=tuple([layout.dtypes[j] for j in index]),
             pieces=None if layout.pieces is None else tuple([layout.pieces[j] for j in index]),
             blank=tuple([None if j in acting or x is None else () for j, x in enumerate(layout.shapes)]),
-            extra_kwargs=links[i].extra_kwargs,
+            extra_kwargs=links[i].traits.extra_kwargs,
             before=tuple([x for x, where in zip(links[:i], layout.where) if not acting.isdisjoint(where)]),
             behind=tuple(
                 [x for x, where in zip(links[i + 1 :], layout.where[i + 1 :]) if not acting.isdisjoint(where)]
@@ -240,7 +238,8 @@ class Traits:
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
         response: what the link does to the gradient as a filter, of a link for which that is always the same.
-        extra_kwargs, required_kwargs: likewise the keywords of ``update`` that it takes, and those without which it refuses.
+        extra_kwargs: the keywords of ``update`` that the link takes; :data:`ANY` among them stands for every keyword.
+        required_kwargs: the keywords of ``update`` without which the link refuses.
         carries: whether that field is ``v = mu v + b g``, so that it may hold the deferred part of a noise.
     """
 
@@ -292,16 +291,6 @@ class Link:
         """The link and its masks, as ``repr`` of a chain shows them."""
         masks = ", ".join(str(getattr(mask, "label", "...")) for mask in self.masks)
         return f"masked({self}, {masks})" if masks else str(self)
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        """The keywords of ``update`` that the link takes; :data:`ANY` among them stands for every keyword."""
-        return self.traits.extra_kwargs
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        """The keywords of ``update`` without which the link refuses."""
-        return self.traits.required_kwargs
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         """Refuse links beside which this one would be wrong in silence. A chain calls it once for each layout.

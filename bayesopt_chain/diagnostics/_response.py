@@ -231,7 +231,7 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
 
 def clips_of(tx: Any) -> list[Link]:
     """The links that :func:`read` takes for the identity: functions of the gradients alone, such as a clip."""
-    return [link for link in links_of(tx) if isinstance(link.response, Nonlinear) and not link.extra_kwargs]
+    return [link for link in links_of(tx) if isinstance(link.response, Nonlinear) and not link.traits.extra_kwargs]
 
 
 def clipped(clips: Sequence[Link], grads: Any) -> Any:

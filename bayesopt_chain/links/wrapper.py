@@ -179,15 +179,10 @@ class Foreign(Link):
     declared: Response | None = None
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
-    traits: ClassVar[Traits] = Traits(on_shards="tree", all_leaves=True)
 
     @property
-    def response(self) -> Response | None:
-        return self.declared
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return self.keywords
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Traits(on_shards="tree", all_leaves=True, response=self.declared, extra_kwargs=self.keywords)
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         inside = self.transformation
@@ -492,11 +487,11 @@ def with_master_weights(tx: GradientTransformation) -> MasterWeights:
             f"with_master_weights: tx is {type(tx).__name__}; wrap the chain first: skip_nonfinite(with_master_weights(tx))"
         )
     for link in tx.links if isinstance(tx, Chain) else ():
-        if link.traits.samples or link.required_kwargs:
+        if link.traits.samples or link.traits.required_kwargs:
             raise ValueError(
                 f"with_master_weights: {link.shown} takes its gradient at a draw, or needs "
-                f"{', '.join(sorted(link.required_kwargs)) or 'draws'}, which would be rounded; keep float32 parameters, and "
-                "let the model compute in make_step(..., autocast=torch.bfloat16)"
+                f"{', '.join(sorted(link.traits.required_kwargs)) or 'draws'}, which would be rounded; keep float32 "
+                "parameters, and let the model compute in make_step(..., autocast=torch.bfloat16)"
             )
     return MasterWeights(tx)
 

@@ -247,6 +247,14 @@ class OnRanks:
         if "_witness" in self.__dict__:
             self._witness.restart()
 
+    def _require_added(self) -> None:
+        """Raise ValueError if parameters were written into a group, past :meth:`add_param_group`."""
+        if new := sum([p not in self._numbers for p in self._all_params()]):
+            raise ValueError(
+                f"{self._name}: {new} parameters were appended to group['params'], and would move without noise; take them "
+                "out again and give them to add_param_group"
+            )
+
     def _all_params(self) -> list[Any]:
         """Return the parameters of all groups."""
         return [*chain.from_iterable([group["params"] for group in self.param_groups])]

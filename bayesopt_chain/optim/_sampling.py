@@ -44,12 +44,26 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._leaves import NOTHING, NUMBERS, REMEMBERED, Leaves, gradient, remembered, step_by_operations
+from bayesopt_chain.optim._leaves import (
+    NOTHING,
+    NUMBERS,
+    REMEMBERED,
+    Leaves,
+    gradient,
+    has_gradient,
+    remembered,
+    step_by_operations,
+)
 from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.optim._rule import Linear
 
 _HAS_RANKS = dist.is_available()  # asked once, since asking takes as long as counting a step
 _ALONE = nullcontext()  # in the place of a comparison of ranks
+_REFUSED = {  # options that a temperature above 0 refuses, and why
+    "capturable": "the noise counts steps on the host. Set capturable=False, or use bc.make_step with bc.capture",
+    "differentiable": "autograd follows the steps of chains, bc.sghmc with bc.make_step (and bc.meta); leave it out, or set "
+    "temperature=0",
+}
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
@@ -147,14 +161,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         ):  # the generator is not kept until the temperature is raised
             require_named_chain(self._name, generator)
             self._new_keys(generator)
-        for group in self.param_groups:
-            # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
-            begun = [p for p in group["params"] if p in self.state]
-            if begun and self._temperature(group) > 0.0:
-                x = Leaves(group, self._counts(self.state[begun[0]]), *NOTHING)
-                x.params, x.states = begun, [self.state[p] for p in begun]
-                x.read(self)
-                x.remember()
+        # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
+        for x in self._planned(self.state.__contains__):
+            x.remember()
+        self._begin_anew()  # parameters may still be appended to a group before the first step
 
     # groups and state
 
@@ -187,16 +197,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise ValueError(f"{self._name}: temperature must be non-negative and finite, got {temperature!r}")
         if value and self.refusal is not None:
             raise ValueError(f"{self._name}: no temperature above 0: {self.refusal}")
-        if value and group.get("capturable"):
-            raise ValueError(
-                f"{self._name}: capturable=True at temperature > 0: the noise counts steps on the host. "
-                "Set capturable=False, or use bc.make_step with bc.capture"
-            )
-        if value and group.get("differentiable"):
-            raise ValueError(
-                f"{self._name}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
-                "bc.make_step (and bc.meta); leave it out, or set temperature=0"
-            )
+        if refused := next((name for name in _REFUSED if value and group.get(name)), None):
+            raise ValueError(f"{self._name}: {refused}=True at temperature > 0: {_REFUSED[refused]}")
         return value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
@@ -315,25 +317,21 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         entries = chain.from_iterable(map(dict.values, self.state.values()))
         return [*self.param_groups, *are_noisy, *params, *kinds, *entries]
 
-    def _planned(self) -> list[Leaves]:
-        """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
+    def _planned(self, moves: Callable[[Tensor], bool] = has_gradient) -> list[Leaves]:
+        """List the leaves that move and need more than torch's step, those with equal numbers together.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
+        self._require_added()
         alike: dict[tuple[object, ...], Leaves] = {}
         for group in self.param_groups:
             is_noisy = self._temperature(group) > 0.0
-            if new := sum([p not in self._numbers for p in group["params"]]):
-                raise ValueError(
-                    f"{self._name}: {new} parameters were appended to group['params'], and would move without noise; take them "
-                    "out again and give them to add_param_group"
-                )
             if is_noisy and group["noise_key"] is None:
                 require_named_chain(self._name, None, "its temperature was raised later, so call its fork() once with")
                 self._new_keys(None)
             for p in group["params"]:
-                if p.grad is None or (not is_noisy and group.get("freeze_after") is None):
+                if not moves(p) or (not is_noisy and group.get("freeze_after") is None):
                     continue
                 state = self.state[p]
                 _checks.check_state(self._name, p, state, self.numbers)
@@ -348,7 +346,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             x.layout = x.read(self)
         self._hot = [*{id(x.group): x.group for x in alike.values() if x.temperature > 0.0}.values()]
         if self._hot:
-            params = [local(p) if p.grad is not None else None for p in self._all_params()]
+            params = [local(p) if moves(p) else None for p in self._all_params()]
             _checks.check_memory(self._name, self._names(), params)
         for group in self.param_groups:
             if group["noise_count"] and not self._temperature(group):

@@ -116,7 +116,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         loss = self._loss_of(closure)
         for group, built in zip(self.param_groups, self._chains):  # all groups, before any of them moves
             built.check(group)
-        compared = self._witness.step(self._claims, local(self.param_groups[0]["params"][0]))
+        compared = self._witness.step(self._claims, local(self._all_params()[0]))
         # Ctrl-C between two writes would leave parameters and state of different steps
         with compared, torch.no_grad(), uninterrupted():
             for group, built in zip(self.param_groups, self._chains):
@@ -212,9 +212,10 @@ class _Built:
                 )
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
-        numbers = (int, float, tuple)
         self.held = {
-            k: v for k, v in options.items() if isinstance(v, numbers) or (torch.is_tensor(v) and v.numel() == 1)
+            name: x
+            for name, x in options.items()
+            if isinstance(x, (int, float, tuple)) or (isinstance(x, Tensor) and x.numel() == 1)
         }
         self.state = self.tx.init(group["params"])
 

@@ -213,8 +213,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         for group, p, _ in moving:
             _checks.check_leaf(self._name, p, group)
+            if p.grad.is_sparse:
+                raise ValueError(f"{self._name}: a sparse gradient; build the layer with sparse=False")
         claims = lambda: [claim(str(n), n, p, group) for group, p, n in moving]  # noqa: E731
-        compared = self._witness.step(claims, local(self.param_groups[0]["params"][0].detach()))
+        compared = self._witness.step(claims, local(self._all_params()[0].detach()))
         with (
             compared,
             uninterrupted(),
@@ -292,6 +294,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     def _leaves(self) -> list[tuple[dict[str, Any], Any, int]]:
         """List the group, the parameter and the number in the random stream of every leaf."""
+        self._require_added()
         return [(group, p, self._numbers[p]) for group in self.param_groups for p in group["params"]]
 
 

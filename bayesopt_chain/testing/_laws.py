@@ -303,7 +303,7 @@ def responses_are_as_declared(build: Build) -> None:
     moved = optree.tree_map(lambda p: p + 0.25, params)
     for link in getattr(build(), "links", ()):
         declared = link.response
-        if type(declared) not in (Linear, Nonlinear, Decay) or link.extra_kwargs:
+        if type(declared) not in (Linear, Nonlinear, Decay) or link.traits.extra_kwargs:
             continue
         want = _impulse(declared) if isinstance(declared, Linear) else [1.0, 0.0, 0.0]
         sign = -1.0 if getattr(link.part, "flips", False) else 1.0  # noise is matched to the loss that is descended

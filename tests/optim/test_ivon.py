@@ -203,3 +203,19 @@ def test_16_bit_parameters_have_the_precision_of_float32_after_loading_too(dtype
         return optimizer.state[theta]["hessian"]
 
     torch.testing.assert_close(found(dtype), found(torch.float32), rtol=0.03, atol=0.0)
+
+
+def test_a_sparse_gradient_and_a_parameter_that_was_appended_are_refused_before_anything_moves():
+    embedding, weight = torch.nn.Embedding(4, 2, sparse=True), torch.ones(3, requires_grad=True)
+    optimizer = bc.optim.IVON([{"params": []}, {"params": [weight, *embedding.parameters()]}], 0.1, temperature=0.1)
+    before = weight.detach().clone()
+    with optimizer.sampled():
+        (embedding(torch.tensor([1])).sum() + weight.sum()).backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
+    assert torch.equal(weight, before) and not optimizer.state[weight]["momentum"].any()
+    embedding.weight.grad = embedding.weight.grad.to_dense()
+    optimizer.step()
+    optimizer.param_groups[1]["params"].append(torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="add_param_group"), optimizer.sampled():
+        pass
