@@ -197,8 +197,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise ValueError(f"{self._name}: temperature must be non-negative and finite, got {temperature!r}")
         if value and self.refusal is not None:
             raise ValueError(f"{self._name}: no temperature above 0: {self.refusal}")
-        if refused := next((name for name in _REFUSED if value and group.get(name)), None):
-            raise ValueError(f"{self._name}: {refused}=True at temperature > 0: {_REFUSED[refused]}")
+        for name in _REFUSED if value else ():
+            if group.get(name):
+                raise ValueError(f"{self._name}: {name}=True at temperature > 0: {_REFUSED[name]}")
         return value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
