@@ -295,8 +295,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             self._witness.step(partial(self._claims, work), local(self._hot[0]["params"][0])) if is_compared else _ALONE
         ):
             by_kernel = [*filter(Leaves.has_job, work)]
-            moved = [p for x in by_kernel for p in x.params]
-            if len(moved) < len(kinds) - kinds.count(type(None)):  # others have a gradient, too
+            if len(by_kernel) < len(work) or not all(are_noisy):  # others may have a gradient, too
+                moved = [p for x in by_kernel for p in x.params]
                 with torch.no_grad():
                     step_by_operations(self, [x for x in work if x not in by_kernel], moved)
             for x in by_kernel:
