@@ -71,11 +71,6 @@ _FORM = attrgetter("shape", "dtype", "is_cpu", "layout")
 gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
-def has_gradient(p: Tensor) -> bool:
-    """Whether a parameter takes part in a step."""
-    return p.grad is not None
-
-
 class Leaves:
     """Leaves of one group, dtype and device whose step has equal numbers.
 

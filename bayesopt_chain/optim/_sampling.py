@@ -50,7 +50,6 @@ from bayesopt_chain.optim._leaves import (
     REMEMBERED,
     Leaves,
     gradient,
-    has_gradient,
     remembered,
     step_by_operations,
 )
@@ -161,10 +160,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         ):  # the generator is not kept until the temperature is raised
             require_named_chain(self._name, generator)
             self._new_keys(generator)
-        # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
-        for x in self._planned(self.state.__contains__):
-            x.remember()
-        self._begin_anew()  # parameters may still be appended to a group before the first step
+        for group in self.param_groups:
+            # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
+            begun = [p for p in group["params"] if p in self.state]
+            if begun and self._temperature(group) > 0.0:
+                x = Leaves(group, self._counts(self.state[begun[0]]), *NOTHING)
+                x.params, x.states = begun, [self.state[p] for p in begun]
+                x.read(self)
+                x.remember()
 
     # groups and state
 
@@ -318,8 +321,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         entries = chain.from_iterable(map(dict.values, self.state.values()))
         return [*self.param_groups, *are_noisy, *params, *kinds, *entries]
 
-    def _planned(self, moves: Callable[[Tensor], bool] = has_gradient) -> list[Leaves]:
-        """List the leaves that move and need more than torch's step, those with equal numbers together.
+    def _planned(self) -> list[Leaves]:
+        """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
@@ -332,7 +335,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 require_named_chain(self._name, None, "its temperature was raised later, so call its fork() once with")
                 self._new_keys(None)
             for p in group["params"]:
-                if not moves(p) or (not is_noisy and group.get("freeze_after") is None):
+                if p.grad is None or (not is_noisy and group.get("freeze_after") is None):
                     continue
                 state = self.state[p]
                 _checks.check_state(self._name, p, state, self.numbers)
@@ -347,7 +350,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             x.layout = x.read(self)
         self._hot = [*{id(x.group): x.group for x in alike.values() if x.temperature > 0.0}.values()]
         if self._hot:
-            params = [local(p) if moves(p) else None for p in self._all_params()]
+            params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._names(), params)
         for group in self.param_groups:
             if group["noise_count"] and not self._temperature(group):
