@@ -226,4 +226,7 @@ def _fastest_backend(body: Body) -> Backend:
 @cache
 def warn_of_no_compiler() -> None:
     """Say once in a process that a step which could be compiled is not."""
-    checks.warn("capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX")
+    checks.warn(
+        "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX to a program, without "
+        "arguments, which torch would take for a part of its name"
+    )
