@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import bayesopt_chain as bc
+from tests.refusals import refused
 
 ROOT = Path(bc.__file__).parent
 FILE = ROOT.parent / "pyproject.toml"
@@ -186,8 +187,7 @@ def test_methods_are_compared_on_one_axes_with_one_diagonal():
     assert len(ax.lines) == 3
 
 
-@pytest.mark.parametrize(
-    "call, error, says",
+test_what_cannot_be_drawn_is_refused_by_name = refused(
     [
         (
             lambda: bc.plot.bands(torch.zeros(3, 2), gaussian(torch.zeros(3))),
@@ -214,8 +214,5 @@ def test_methods_are_compared_on_one_axes_with_one_diagonal():
         ),
         (lambda: bc.plot.coverage(gaussian(torch.full((3,), torch.nan)), torch.zeros(3, 1)), ValueError, "hold NaN"),
         (lambda: bc.plot.reliability(torch.ones(4, 1), torch.ones(4).long()), ValueError, "class numbers from 0 to 0"),
-    ],
+    ]
 )
-def test_what_cannot_be_drawn_is_refused_by_name(call, error, says):
-    with pytest.raises(error, match=says):
-        call()

@@ -187,13 +187,6 @@ def test_clipping_within_a_group_sees_only_that_group():
     assert updates["a"].item() == pytest.approx(-1.0, rel=1e-5) and updates["b"].item() == -4.0
 
 
-def test_where_adamw_decays_by_a_function_of_the_parameters():
-    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
-    tx = bc.adamw(0.1, weight_decay=0.5, mask=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))
-    updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params=params, inplace=False)
-    assert updates["w"][0, 0].item() == pytest.approx(-0.05) and updates["b"][0].item() == 0.0
-
-
 def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_place():
     """Momentum and learning rate in one pass, which is for plain tensors of one shape."""
     lr = torch.tensor(0.1, requires_grad=True)

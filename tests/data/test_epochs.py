@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import bayesopt_chain as bc
 from bayesopt_chain.data import IndexStream
+from tests.refusals import refused
 
 ORDERS = ("independent", "reshuffled", "palindrome", "fixed")
 
@@ -142,8 +143,7 @@ def backward(rows, seed, epoch, chain):
     return rows.flip(0).roll(epoch)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "words"),
+test_what_cannot_be_is_refused_by_name = refused(
     [
         (lambda: bc.epochs(torch.arange(4), 5), ValueError, "between 1 and the 4 data"),
         (lambda: bc.epochs(torch.arange(4), 0), ValueError, "between 1 and the 4 data"),
@@ -185,11 +185,8 @@ def backward(rows, seed, epoch, chain):
             ValueError,
             "no permutation of the 6 rows",
         ),
-    ],
+    ]
 )
-def test_what_cannot_be_is_refused_by_name(build, error, words):
-    with pytest.raises(error, match=words):
-        build()
 
 
 def test_the_position_of_other_batches_is_refused_and_changes_nothing():

@@ -11,6 +11,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.precision import Dense, Diagonal
 from bayesopt_chain.testing import stationary_covariance
 from tests.loop.beside import each_alone
+from tests.refusals import refused
 from tests.walk import end_of
 
 D = torch.float64
@@ -215,8 +216,7 @@ WIDER = bc.Gaussian(THREE, Dense(torch.eye(3), THREE, torch.tensor(1.0)))
 LOST = bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize(
-    ("ask", "error", "words"),
+test_what_does_not_fit_is_refused = refused(
     [
         (lambda: prior(-1.0), ValueError, "prior must"),
         (lambda: prior(1.0, n=0), ValueError, "n must"),
@@ -240,11 +240,8 @@ LOST = bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tens
             ValueError,
             "needs the parameters",
         ),
-    ],
+    ]
 )
-def test_what_does_not_fit_is_refused(ask, error, words):
-    with pytest.raises(error, match=words):
-        ask()
 
 
 def test_fan_in_counts_the_inputs_of_a_unit():

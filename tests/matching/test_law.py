@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bayesopt_chain.matching.filters import pick
 from bayesopt_chain.matching.law import (
     NoMatchedNoise,
     is_stable,
@@ -123,10 +124,6 @@ def test_a_response_without_a_stable_inverse_is_refused():
 
 
 # Rates that change: the rule's numbers go into the oracle's covariance recursion, which knows nothing of the rule.
-
-
-def pick(condition, x, y):
-    return x if condition else y
 
 
 def noise_along(lr, mu, temperature=1.0, own=None):

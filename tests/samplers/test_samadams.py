@@ -11,6 +11,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.refusals import refuse, refused
 from tests.samplers.transfer import QUARTIC, Basis, gibbs_grid, target_moment
 from tests.walk import walk
 
@@ -204,20 +205,20 @@ def test_what_counts_all_draws_the_same_refuses_weights():
     draws, (tx, params) = sampled(), problem()
     no_copies = bc.make_step(loss, tx, inplace=True)
     draws_wanted = r"draws must be Draws \(of a chain whose draws have weights draws\.equally_weighted"
-    for ask, error, words in (
-        (lambda: bc.diagnostics.r_hat(draws), TypeError, draws_wanted),
-        (lambda: bc.diagnostics.ess(draws), TypeError, draws_wanted),
-        (lambda: bc.diagnostics.ksd(draws, lambda p: p), TypeError, "equally_weighted"),
-        (lambda: bc.diagnostics.doctor(draws), ValueError, r"doctor: these draws have weights.*equally_weighted"),
-        (lambda: draws.to_arviz(), ValueError, r"to_arviz: these draws have weights"),
+    refuse(
         (
-            lambda: bc.sample(no_copies, params, tx.init(params), None, steps=3),
-            ValueError,
-            r"have weights.*make it with inplace=False",
-        ),
-    ):
-        with pytest.raises(error, match=words):
-            ask()
+            (lambda: bc.diagnostics.r_hat(draws), TypeError, draws_wanted),
+            (lambda: bc.diagnostics.ess(draws), TypeError, draws_wanted),
+            (lambda: bc.diagnostics.ksd(draws, lambda p: p), TypeError, "equally_weighted"),
+            (lambda: bc.diagnostics.doctor(draws), ValueError, r"doctor: these draws have weights.*equally_weighted"),
+            (lambda: draws.to_arviz(), ValueError, r"to_arviz: these draws have weights"),
+            (
+                lambda: bc.sample(no_copies, params, tx.init(params), None, steps=3),
+                ValueError,
+                r"have weights.*make it with inplace=False",
+            ),
+        )
+    )
 
 
 def made(**more):
@@ -229,8 +230,7 @@ LEFT_OUT = r"samadams: a mask or a group leaves parameters out"
 NEIGHBOURS = bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise(1.0)
 
 
-@pytest.mark.parametrize(
-    "ask, words",
+test_what_cannot_share_one_clock_is_refused = refused(
     [
         (lambda: bc.partition({"x": made(), "y": bc.sgd(0.0)}, {"a": "x", "b": "y"}).init(TREE), LEFT_OUT),
         (
@@ -254,11 +254,8 @@ NEIGHBOURS = bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise
             for wrapped in (bc.chain, bc.skip_nonfinite)
         ),
         (lambda: made(slowest=2.0), "slowest must not exceed fastest"),
-    ],
+    ]
 )
-def test_what_cannot_share_one_clock_is_refused(ask, words):
-    with pytest.raises(ValueError, match=words):
-        ask()
 
 
 def test_an_infinite_gradient_makes_the_shortest_step():

@@ -1,0 +1,20 @@
+"""Refusals: a table of acts, and the words in which each of them is refused."""
+
+import pytest
+
+
+def refuse(cases, error=ValueError):
+    """Each case, an act, its error where that is not ``error``, and a pattern, raises this error in words that match."""
+    for act, *own, words in cases:
+        with pytest.raises(*own or [error], match=words):
+            act()
+
+
+def refused(cases, error=ValueError):
+    """A test of :func:`refuse`, with a row for each of the cases."""
+
+    @pytest.mark.parametrize("case", cases)
+    def test(case):
+        refuse([case], error)
+
+    return test
