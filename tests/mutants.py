@@ -167,7 +167,7 @@ def is_gone(copy: Path, by: str) -> bool:
     """Whether a copy of the repository lacks the test that noticed a mutant."""
     file, _, name = by.partition("::")
     name = name.partition("[")[0].split("::")[-1]
-    return bool(name) and not ((copy / file).exists() and f"def {name}(" in (copy / file).read_text())
+    return bool(name) and not ((copy / file).exists() and name in (copy / file).read_text())
 
 
 def tried(copy: Path, site: Site, tests: list[str], ill: list[str]) -> dict[str, Any]:

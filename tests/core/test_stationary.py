@@ -107,21 +107,6 @@ def test_chains_of_several_momenta_sample_exactly_or_are_refused(parts, lr, nois
     assert relative(got, 0.7 * torch.linalg.inv(curvature)) < 1e-9
 
 
-@given(
-    mu=st.one_of(st.just(0.0), st.floats(0.05, 0.95)),
-    lr=st.floats(0.01, 0.5),
-    temperature=st.floats(1e-3, 5.0),
-    scheduled=st.booleans(),
-)
-def test_white_noise_has_the_closed_form_bias(mu, lr, temperature, scheduled):
-    curvature = torch.diag(torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64))
-    y = lr * curvature.diagonal()
-    want = temperature / curvature.diagonal() * (1 + y / (2 * (1 + mu) - y))
-    rate = bc.schedules.constant(lr) if scheduled else lr
-    got = stationary_covariance(bc.sghmc(rate, mu, temperature=temperature, order=1), curvature).diagonal()
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
-
-
 SCHEDULED = {
     "sgd": lambda lr, t: bc.sgd(lr, temperature=t),
     "momentum": lambda lr, t: bc.sgd(lr, 0.9, temperature=t),

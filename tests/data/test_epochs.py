@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import warnings
 from collections import Counter
 
 import pytest
@@ -18,10 +17,7 @@ from tests.refusals import refused
 ORDERS = ("independent", "reshuffled", "palindrome", "fixed")
 
 
-def make(data, batch_size, **settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bc.epochs(data, batch_size, **settings)
+pytestmark = pytest.mark.filterwarnings("ignore:epochs")  # of a fixed order
 
 
 def rows_of(data, epochs):
@@ -79,13 +75,13 @@ def test_permutations_and_subsets_are_uniform(data, order, epochs, outcomes, mos
 @pytest.mark.parametrize("order", ORDERS)
 @given(position=st.integers(0, 40), seed=st.integers(-(2**64), 2**64))
 def test_any_position_resumes(order, position, seed):
-    whole = make(torch.arange(12), 2, order=order, seed=seed)
+    whole = bc.epochs(torch.arange(12), 2, order=order, seed=seed)
     reference = flat(rows_of(whole, 8))
-    data = make(torch.arange(12), 2, order=order, seed=seed)
+    data = bc.epochs(torch.arange(12), 2, order=order, seed=seed)
     stream = itertools.chain.from_iterable(itertools.repeat(data))
     for _ in range(position):
         next(stream)
-    resumed = make(torch.arange(12), 2, order=order, seed=seed)
+    resumed = bc.epochs(torch.arange(12), 2, order=order, seed=seed)
     resumed.load_state_dict(pickle.loads(pickle.dumps(data.state_dict())))
     assert (resumed.epoch, resumed.offset, resumed.at_end) == (data.epoch, data.offset, data.at_end)
     assert flat(rows_of(resumed, 8))[: 48 - position] == reference[position:]
@@ -101,7 +97,7 @@ def test_a_copy_goes_on_by_itself():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_at_end_is_the_end_of_what_sums_to_zero(order):
-    data = make(torch.arange(6), 2, order=order)
+    data = bc.epochs(torch.arange(6), 2, order=order)
     ends = [data.at_end for _ in range(4) for _ in data]
     period = 6 if order == "palindrome" else 3
     assert ends == [(k + 1) % period == 0 for k in range(12)]
@@ -203,8 +199,8 @@ def test_the_position_of_other_batches_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_the_ranks_batches_together_are_the_batch_of_one_process(order, ranks):
-    one = make(torch.arange(24), 6, order=order, seed=3, chains=2)
-    parts = [make(torch.arange(24), 6, order=order, seed=3, chains=2, mesh=(r, ranks)) for r in range(ranks)]
+    one = bc.epochs(torch.arange(24), 6, order=order, seed=3, chains=2)
+    parts = [bc.epochs(torch.arange(24), 6, order=order, seed=3, chains=2, mesh=(r, ranks)) for r in range(ranks)]
     for epoch, offset in [(0, 0), (1, 2), (5, 3)]:
         together = torch.cat([part.batch(epoch, offset) for part in parts], dim=1)
         assert torch.equal(together, one.batch(epoch, offset))

@@ -16,7 +16,6 @@ from bayesopt_chain.testing import Unstable, assert_bitwise_equal, stationary_co
 from tests.diagnostics.oracle import DOUBLE, affine, enumerated
 from tests.registry import SAMPLERS
 from tests.registry.dressings import fed
-from tests.registry.samplers import frozen_adam, frozen_rms, frozen_window
 from tests.samplers.transfer import every_draw_as_a_normal, fitted_slope
 from tests.walk import end_of, path_of
 
@@ -99,6 +98,10 @@ LINEAR = {
     "sgld, order 1": (lambda: bc.sgld(0.5, temperature=T, order=1), white(0.5, 0.0)),
     "sghmc": (lambda: bc.sghmc(0.5, 0.9, temperature=T), gibbs),
     "sghmc, order 1": (lambda: bc.sghmc(0.5, 0.9, temperature=T, order=1), white(0.5, 0.9)),
+    "sghmc, order 1, along a schedule": (
+        lambda: bc.sghmc(bc.schedules.constant(0.3), 0.4, temperature=T, order=1),
+        white(0.3, 0.4),
+    ),
     "stale": (lambda: bc.samplers.sghmc_euler(0.05, 0.9, temperature=T), explicit_euler(0.05, 0.9)),
     "baoab": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), gibbs),
     "baoab, its splitting": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), splitting("BAOAB", 0.9, 0.3)),
@@ -134,35 +137,6 @@ def tree(dimension: int):
     if dimension == 5:
         return {"b": torch.zeros(1).double(), "w": torch.zeros(2, 2).double()}
     return torch.zeros(dimension).double()
-
-
-FROZEN = {
-    "psgld": (lambda: bc.samplers.psgld(0.2, temperature=T, freeze_after=1), frozen_rms),
-    "adam_sghmc": (lambda: bc.samplers.adam_sghmc(0.2, temperature=T, freeze_after=1), frozen_adam),
-    "adaptive_sghmc": (lambda: bc.samplers.adaptive_sghmc(0.2, temperature=T, burn_in=1), frozen_window),
-}
-
-
-@pytest.mark.parametrize("dimension", [1, 2, 5])
-@pytest.mark.parametrize("name", FROZEN)
-def test_a_frozen_preconditioner_of_uneven_entries_samples_exactly(name, dimension):
-    build, freeze = FROZEN[name]
-    tx, params = build(), tree(dimension)
-    state = freeze_each(freeze(tx.init(params)), tx.init(params))
-    curvature = curvatures(dimension)
-    got = stationary_covariance(tx, curvature, params, state=state)
-    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
-
-
-def freeze_each(frozen, fresh):
-    """The frozen state with second moments that differ in every element, of the shapes of ``fresh``."""
-    field = next(f for f in ("nu", "square") if hasattr(frozen[0], f))
-    generator = torch.Generator().manual_seed(0)
-    values = tuple(
-        0.2 + torch.rand(v.shape, generator=generator, dtype=torch.float64) for v in getattr(fresh[0], field)
-    )
-    counts = (torch.tensor(10**6),) * len(values)
-    return fresh.replace(0, fresh[0]._replace(**{field: values, "count": counts}))
 
 
 def precision_of(structure: str, dimension: int):
