@@ -36,6 +36,7 @@ from bayesopt_chain.likelihoods._likelihood import (
 )
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.tracing import is_hidden, is_readable, unwrapped
+from bayesopt_chain.trees import spectral
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -242,7 +243,7 @@ def semidefinite_root(hessian: Tensor, name: str) -> Tensor:
         ValueError: a matrix that is not positive semidefinite.
     """
     wide = hessian.to(torch.promote_types(hessian.dtype, torch.float32))  # eigh knows no lower precision
-    values, vectors = torch.linalg.eigh(wide)
+    values, vectors = spectral(torch.linalg.eigh, wide)
     tolerance = 1e3 * torch.finfo(hessian.dtype).eps * values.abs().amax(-1, keepdim=True)
     if not is_hidden(values) and bool((values < -tolerance).any()):
         raise ValueError(

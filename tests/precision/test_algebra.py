@@ -7,6 +7,7 @@ import optree
 import pytest
 import torch
 
+from bayesopt_chain.likelihoods._custom import semidefinite_root
 from bayesopt_chain.precision import (
     Cholesky,
     Dense,
@@ -375,14 +376,16 @@ def test_layer_bases_diagonalise_every_block_or_are_absent(name, tree):
 
 @pytest.mark.parametrize("fails", ["raises", "gives NaN"])
 def test_a_decomposition_that_fails_in_float32_is_made_in_float64(monkeypatch, fails):
-    """As MKL's does of some singular matrices: a low-rank sum and Kronecker factors are those of float64, to 1e-5."""
+    """As MKL's does of some singular matrices: a low-rank sum, Kronecker factors and the root of a custom likelihood's Hessian
+    are those of float64, to 1e-5."""
     rows, eigh = torch.randn(6, 5, dtype=torch.float64), torch.linalg.eigh
 
     def answers(dtype):
         x = rows.to(dtype)
         low_rank = LowRank(torch.ones(5, dtype=dtype), x[:2], COUNT).add(Root(x[2:], COUNT))
         kronecker = Kronecker(x.T @ x, x[:4] @ x[:4].T, torch.ones((), dtype=dtype), torch.zeros(5, 4), COUNT)
-        return [low_rank.inverse_diag(), kronecker.add_diagonal(1.0).inverse_diag()]
+        root = semidefinite_root(x.T @ x, "custom")
+        return [low_rank.inverse_diag(), kronecker.add_diagonal(1.0).inverse_diag(), root @ root.T]
 
     def failing(matrix):
         if matrix.dtype == torch.float64:
