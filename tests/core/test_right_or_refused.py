@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from dataclasses import dataclass
 
 import optree
@@ -585,6 +584,7 @@ def test_a_cold_group_may_hold_what_cannot_be_sampled():
     bc.partition({"hot": bc.sgd(0.1, temperature=1.0), "cold": bc.sgd(0.1)}, {"a": "hot", "n": "cold"}).init(params)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_noise_that_would_round_away_is_warned_of(dtype):
     ones = {"w": torch.ones(4, dtype=dtype)}
@@ -595,10 +595,8 @@ def test_noise_that_would_round_away_is_warned_of(dtype):
     ):
         with pytest.warns(UserWarning, match=r"round away.*with_master_weights"):
             build().init(params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bc.sghmc(0.1, temperature=1.0).init(ones)
-        bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4)})
+    bc.sghmc(0.1, temperature=1.0).init(ones)
+    bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4)})
 
 
 @pytest.mark.filterwarnings("error")

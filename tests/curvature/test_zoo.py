@@ -4,7 +4,6 @@ The oracle runs every datum alone and takes its Jacobian output by output, by pl
 """
 
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -341,12 +340,7 @@ def check(make, dtype=torch.float64, tolerance=1e-10):
                     close(kfac.diag()[name], exact[name])
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_every_layer_of_torch_has_an_entry():

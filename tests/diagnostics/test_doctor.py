@@ -1,7 +1,6 @@
 """The doctor names the fault of a sick run, finds none in healthy ones, and takes runs that are not tidy: few draws, tokens,
 frozen leaves, dropout, ragged batches, jumps, chains that stop. Each test of chance names its odds."""
 
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,13 +104,12 @@ RUNS = {  # a run by its seed, what the doctor finds in it, and a part of the re
 QUICK = ("diverged", "a copy", "half", "a fifth", "4 chains", "few", "exact, one jump", "exact, a chain")
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [x if x.startswith(QUICK) else pytest.param(x, marks=pytest.mark.slow) for x in RUNS])
 def test_the_fault_of_a_run_is_named_and_none_of_a_healthy_one(name):
     """Fixed seeds. By chance R-hat of 4 x 200 draws exceeds 1.1 and a temperature 1.1 by 3 errors in under one run of 1000."""
     made, kinds, says = RUNS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = made(0)
+    found = made(0)
     assert bool(found.kinds & kinds) == bool(kinds) and (kinds or found.is_healthy) and says in str(found)
     assert name != "a far start" or ("heated" not in found.kinds and "Lower lr" not in str(found))
 

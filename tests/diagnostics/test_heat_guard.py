@@ -16,6 +16,7 @@ from bayesopt_chain.diagnostics import _response, heat_guard
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.optim._sampling import heat_leaves
 from tests.diagnostics.oracle import enumerated
+from tests.refusals import refused
 from tests.walk import descend
 
 N, WIDTH = 1000, 5
@@ -499,8 +500,7 @@ WATCHED = bc.make_step(mean_loss, COLD, heat_guard=HeatGuard())
 PARAM = [torch.zeros(1, requires_grad=True)]
 
 
-@pytest.mark.parametrize(
-    "call, message",
+test_what_cannot_be_looked_at_is_refused_by_name = refused(
     [
         (lambda: bc.parallel(WATCHED, 2), "parallel: a heat guard looks at one chain"),
         (lambda: bc.sample(WATCHED, AT, COLD.init(AT), (X, Y), steps=2, callbacks=[HeatGuard()]), "callbacks"),
@@ -518,10 +518,8 @@ PARAM = [torch.zeros(1, requires_grad=True)]
         ),
         (lambda: HeatGuard(above=-1.0), "above"),
     ],
+    error=(TypeError, ValueError),
 )
-def test_what_cannot_be_looked_at_is_refused_by_name(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
 
 
 def test_copies_begin_anew_and_keep_their_settings():

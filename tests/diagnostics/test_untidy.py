@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import HeatGuard, doctor, gradient_noise, heating, hessian_product, ksd
+from tests.refusals import refused
 
 torch.manual_seed(0)
 X = torch.randn(300, 3)
@@ -132,10 +133,7 @@ WRONG: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), WRONG)
-def test_what_cannot_be_told_is_refused_by_name(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+test_what_cannot_be_told_is_refused_by_name = refused(WRONG)
 
 
 def test_batches_of_a_class_of_ones_own_are_counted_and_looked_at_as_tuples_are():

@@ -10,6 +10,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.loop.beside import each_alone
+from tests.refusals import refuse
 
 N, B, D = 60, 10, 3
 
@@ -130,32 +131,33 @@ def test_what_an_estimator_cannot_do_or_be_made_of_is_refused():
     once = bc.gradients.mean_gradient(loss, iter(batches))
     once(mean)
     number: Any = 3
-    for ask, words in (
-        (lambda: once(mean), "not an iterator"),
+    refuse(
         (
-            lambda: bc.gradients.mean_gradient(lambda p, batch: (p * batch["x"]).mean(), of_classes)(torch.ones(2)),
-            "one entry a datum",
+            (lambda: once(mean), "not an iterator"),
+            (
+                lambda: bc.gradients.mean_gradient(lambda p, batch: (p * batch["x"]).mean(), of_classes)(torch.ones(2)),
+                "one entry a datum",
+            ),
+            (lambda: bc.make_step(number, tx), r"loss must be loss\(params, batch\), an estimator of bc\.gradients"),
+            (
+                lambda: bc.make_step(estimator, tx, microbatches=2),
+                "are of a loss, and an estimator was given, which evaluates",
+            ),
+            (
+                lambda: bc.make_step(estimator, particles),
+                "gradients of particles, and an estimator makes one of the batch: pass",
+            ),
+            (
+                lambda: bc.make_step(loss, tx).refresh(theta, tx.init(theta)),
+                r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg",
+            ),
+            (
+                lambda: bc.make_step(estimator, tx)(theta, tx.init(theta), None),
+                r"made with an estimator of bc\.gradients, so its state is what step\.init",
+            ),
         ),
-        (lambda: bc.make_step(number, tx), r"loss must be loss\(params, batch\), an estimator of bc\.gradients"),
-        (
-            lambda: bc.make_step(estimator, tx, microbatches=2),
-            "are of a loss, and an estimator was given, which evaluates",
-        ),
-        (
-            lambda: bc.make_step(estimator, particles),
-            "gradients of particles, and an estimator makes one of the batch: pass",
-        ),
-        (
-            lambda: bc.make_step(loss, tx).refresh(theta, tx.init(theta)),
-            r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg",
-        ),
-        (
-            lambda: bc.make_step(estimator, tx)(theta, tx.init(theta), None),
-            r"made with an estimator of bc\.gradients, so its state is what step\.init",
-        ),
-    ):
-        with pytest.raises((TypeError, ValueError), match=words):
-            ask()
+        error=(TypeError, ValueError),
+    )
 
 
 F64 = torch.float64

@@ -6,6 +6,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from tests.optim.probe import walk
+from tests.refusals import refuse
 from tests.walk import end_of
 
 CHAINS = {
@@ -81,19 +82,20 @@ def test_what_is_no_chain_or_another_or_shares_its_noise_is_refused():
     theta, nothing = torch.ones(2, requires_grad=True), lambda g: None
     one, other = (bc.optim.Optimizer([theta], CHAINS[name]) for name in ("sgd", "sghmc"))
     groups = [{"params": [torch.ones(2, requires_grad=True)]} for _ in range(2)]
-    for call, words in (
-        (lambda: other.load_state_dict(one.state_dict()), "load a state of the same chain"),
-        (lambda: bc.optim.Optimizer(torch.ones(()).numpy(), CHAINS["sgd"]), "params must be parameters"),
-        (lambda: bc.optim.Optimizer([theta], nothing), "must return a gradient transformation"),  # pyright: ignore
+    refuse(
         (
-            lambda: bc.optim.Optimizer(
-                groups, lambda g: bc.sgld(0.1, temperature=1.0, generator=bc.distributed.generator(0))
+            (lambda: other.load_state_dict(one.state_dict()), "load a state of the same chain"),
+            (lambda: bc.optim.Optimizer(torch.ones(()).numpy(), CHAINS["sgd"]), "params must be parameters"),
+            (lambda: bc.optim.Optimizer([theta], nothing), "must return a gradient transformation"),  # pyright: ignore
+            (
+                lambda: bc.optim.Optimizer(
+                    groups, lambda g: bc.sgld(0.1, temperature=1.0, generator=bc.distributed.generator(0))
+                ),
+                "gave two groups one key.*outside of make_chain",
             ),
-            "gave two groups one key.*outside of make_chain",
         ),
-    ):
-        with pytest.raises((TypeError, ValueError), match=words):
-            call()
+        error=(TypeError, ValueError),
+    )
 
 
 def test_ranks_compare_noise_inside_of_other_links_too():

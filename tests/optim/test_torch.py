@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -77,6 +76,7 @@ def train(cls, groups_lr, accumulate, scheduler, steps=8, clip=None, **kwargs):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CLASSES)
 @settings(max_examples=12)
@@ -99,10 +99,8 @@ def test_at_temperature_0_every_class_is_torchs_bitwise(name, data):
         scheduler=scheduler,
         clip=data.draw(st.sampled_from([None, 0.5])),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, _ = train(theirs, lr=0.01, **shape, **kwargs)
-        got, optimizer = train(ours, lr=0.01, **shape, temperature=0.0, **kwargs)
+    expected, _ = train(theirs, lr=0.01, **shape, **kwargs)
+    got, optimizer = train(ours, lr=0.01, **shape, temperature=0.0, **kwargs)
     assert torch.equal(got, expected)
     assert isinstance(optimizer, theirs) and optimizer.param_groups[0]["noise_key"] is None
 
@@ -288,15 +286,14 @@ def test_what_has_no_matched_noise_is_refused_by_name_before_anything_moves(case
     assert torch.equal(theta, start)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_sparse_gradients_without_momentum_move_all_rows_and_repeated_parameters_are_refused():
     table = torch.ones(5, 2, requires_grad=True)
     table.grad = of_one_row(table)
     bc.optim.SGLD([table], 0.1, temperature=0.1).step()
     assert not torch.equal(table[0], table[2])
     for params, words in (([table, table], "share memory"), ([("w", table)] * 2, "have the same name")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer = bc.optim.SGLD(params, 0.1, temperature=0.1)
+        optimizer = bc.optim.SGLD(params, 0.1, temperature=0.1)
         table.grad, before = torch.ones(5, 2), table.detach().clone()
         with pytest.raises(ValueError, match=words):
             optimizer.step()

@@ -1,7 +1,6 @@
 """``bc.fit_laplace`` against closed forms, Gaussian processes and its own pieces; its options, and what it refuses."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -282,6 +281,7 @@ def test_the_fishers_are_those_of_their_estimators():
     )
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.slow
 def test_an_overfitted_network_is_named_in_a_warning():
     """40 rows learned by heart: the predictive's negative log-likelihood of training data is .7 above the network's. A network
@@ -294,15 +294,11 @@ def test_an_overfitted_network_is_named_in_a_warning():
     (x, y), held = data(40), data(40)
     module = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 3))
     likelihood = bc.likelihoods.categorical()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bc.fit_laplace(trained(module, likelihood, x, y, 20, 1e-2), likelihood, [(x, y)])
+    bc.fit_laplace(trained(module, likelihood, x, y, 20, 1e-2), likelihood, [(x, y)])
     trained(module, likelihood, x, y, 1500, 1e-2)
     with pytest.warns(UserWarning, match=r"on training data the predictive density .* the network itself 0\.00"):
         bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune_noise=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune="validation", validation=[held])
+    bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune="validation", validation=[held])
 
 
 DATA = 24

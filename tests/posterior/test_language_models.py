@@ -1,7 +1,6 @@
 """Language models: labels of the next token are moved once, and a base in bfloat16 carries adapters in float32."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -183,6 +182,7 @@ def many_outputs(rows=6, positions=8):
     return module, (x, torch.randint(16, (rows, positions)))
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_matrix_of_few_sampled_labels_is_of_low_rank_and_says_so_and_the_default_takes_more():
     """Against the explicit sum of J^T H J. With ``samples=1`` six rows are all that there is of 128 directions."""
     module, (x, y) = many_outputs()
@@ -200,10 +200,8 @@ def test_a_matrix_of_few_sampled_labels_is_of_low_rank_and_says_so_and_the_defau
     with pytest.warns(UserWarning, match="rank 6 at most, of 128 parameters.*samples=22 or more"):
         few, _ = wider(curvature="fisher", samples=1)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        enough, fitted = wider(curvature="fisher")
-        exactly, _ = wider()
+    enough, fitted = wider(curvature="fisher")
+    exactly, _ = wider()
     assert fitted.model.how.options["samples"] == -(-4 * 128 // 6) and "sampled labels" in repr(fitted)
     assert exactly == pytest.approx(1) and few > 2 and enough < 1.5
 

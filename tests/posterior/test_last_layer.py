@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -213,15 +212,14 @@ UNTIDY = {  # module, the parameters of the last layer (or the words of a refusa
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n == "lightning" else n for n in UNTIDY],  # a slow import
 )
 def test_the_last_layer_of_an_untidy_module_has_the_dense_posterior_or_is_refused(name):
     make, wanted = UNTIDY[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = make().double().eval()
+    module = make().double().eval()
     before = copy.deepcopy(module.state_dict())
     y = torch.randn_like(module(X).detach())
     options = {"structure": "dense", "tune": None, "prior_precision": 2.0}

@@ -9,6 +9,7 @@ from bayesopt_chain.curvature import ggn
 from bayesopt_chain.likelihoods import Outputs, categorical, gaussian
 from bayesopt_chain.posterior import outputs_by_target, probit, softmax_mean
 from tests.posterior.conftest import trained
+from tests.refusals import refuse
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -94,16 +95,16 @@ def test_a_likelihood_of_any_layout_is_that_of_classes_on_the_last_axis(axis, ev
 
 def test_classes_behind_the_data_are_refused_with_the_axis_to_pass():
     x, y = images()
-    for call, words in (
+    refuse(
         (
-            lambda: bc.fit_laplace(convolutional(), categorical(), [(x, y)]),
-            r"targets \(1, 8, 8\) for outputs \(1, 3, 8, 8\).*categorical\(axis=-3\)",
-        ),
-        (lambda: categorical(axis=1), "axis must be an axis counted from the end"),
-        (lambda: categorical(axis=-3).grouping(torch.Size([4])), "at least two classes on axis -3"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+            (
+                lambda: bc.fit_laplace(convolutional(), categorical(), [(x, y)]),
+                r"targets \(1, 8, 8\) for outputs \(1, 3, 8, 8\).*categorical\(axis=-3\)",
+            ),
+            (lambda: categorical(axis=1), "axis must be an axis counted from the end"),
+            (lambda: categorical(axis=-3).grouping(torch.Size([4])), "at least two classes on axis -3"),
+        )
+    )
 
 
 # Last layers of many classes: factors without columns, the diagonal factor of the outputs, predictions from variances

@@ -24,6 +24,7 @@ from bayesopt_chain.precision import (
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.loop.beside import each_alone
 from tests.posterior.conftest import moments
+from tests.refusals import refuse
 from tests.walk import end_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -133,14 +134,17 @@ BAD = {"NaN": math.nan, "infinite": math.inf}
 def test_a_gaussian_that_is_not_finite_says_so_when_it_is_decomposed(kind):
     good, bad = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, BAD[kind]])}
     state = bc.laplace().update(good, bc.laplace().init(good), params=good, curvature=Diagonal(good, ONE))[1]
-    for call, words in (
-        (lambda: Gaussian(bad, Diagonal(good, ONE)).factorised(), f"the posterior's mean is {kind} at w"),
-        (lambda: Gaussian(good, Diagonal(bad, ONE)).factorised(), f"the posterior's precision is {kind} at w"),
-        (lambda: bc.laplace().posterior(state, bad, prior_precision=1.0), f"the posterior's mean is {kind} at w"),
-        (lambda: Gaussian(good, Diagonal({"w": torch.tensor([1.0, 0.0])}, ONE)).sample((3,)), r"singular.*at w.*prior"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    refuse(
+        (
+            (lambda: Gaussian(bad, Diagonal(good, ONE)).factorised(), f"the posterior's mean is {kind} at w"),
+            (lambda: Gaussian(good, Diagonal(bad, ONE)).factorised(), f"the posterior's precision is {kind} at w"),
+            (lambda: bc.laplace().posterior(state, bad, prior_precision=1.0), f"the posterior's mean is {kind} at w"),
+            (
+                lambda: Gaussian(good, Diagonal({"w": torch.tensor([1.0, 0.0])}, ONE)).sample((3,)),
+                r"singular.*at w.*prior",
+            ),
+        )
+    )
 
 
 N, EPOCHS, NOISE, PRIOR = 64, 60, 0.5, 2.0

@@ -31,6 +31,7 @@ from bayesopt_chain.random.stream import Variables, leaf_numbers
 from bayesopt_chain.testing import assert_bitwise_equal
 from bayesopt_chain.testing._laws import example_params, run, smooth_gradient
 from tests.posterior.conftest import FILTERS, filter_of, moments
+from tests.refusals import refused
 from tests.registry import POSTERIORS
 from tests.registry.samplers import COUPLED
 from tests.registry.samplers import FAMILIES as ROWS_OF_FAMILIES
@@ -763,8 +764,7 @@ def lanes():
     return torch.vmap(lambda p: tx.sample(state, p).params)(stacked)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
+test_calls_that_make_no_sense = refused(
     [
         *(
             (lambda name=name, options=options: make(name, **options).init(LIKE), words)
@@ -837,10 +837,8 @@ def lanes():
         ),
         (lanes, "every lane would get the same noise"),
     ],
+    error=REFUSED,
 )
-def test_calls_that_make_no_sense(call, words):
-    with pytest.raises(REFUSED, match=words):
-        call()
 
 
 def test_draws_that_round_to_their_mean_are_said():

@@ -13,6 +13,7 @@ from bayesopt_chain.random.philox import box_muller, draw_elements, in_tensors, 
 from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.random.stream import Variables, draw_number, draw_numbers, leaf_numbers, splitmix64
 from tests.random.draws import cut, leaf, leaf_in_tensors, parts, whole_leaves
+from tests.refusals import refused
 
 
 def words(values):
@@ -268,7 +269,4 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "words"), REFUSED)
-def test_what_the_counter_does_not_number_is_refused_before_anything_is_allocated(ask, words):
-    with pytest.raises(ValueError, match=words):
-        ask()
+test_what_the_counter_does_not_number_is_refused_before_anything_is_allocated = refused(REFUSED)

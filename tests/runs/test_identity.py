@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import bayesopt_chain as bc
 from bayesopt_chain.random import compiled
 from bayesopt_chain.runs.run import code_digest, describe, describe_optimizer, difference
+from tests.refusals import refused
 from tests.runs.toys import loss as quadratic
 
 
@@ -480,8 +481,7 @@ def batches_of_chains(batch_dim, count):
 EACH = r"bc\.parallel\(step, 3, batch_dim=0\) with bc\.epochs\(\.\.\., chains=3\)"
 
 
-@pytest.mark.parametrize(
-    "act, error, says",
+test_what_is_refused_is_named = refused(
     [
         (lambda: run(None, seed=0.5), TypeError, "seed must be a whole number"),
         (
@@ -494,8 +494,5 @@ EACH = r"bc\.parallel\(step, 3, batch_dim=0\) with bc\.epochs\(\.\.\., chains=3\
         (folded_chains, ValueError, r"need \[5, 2, N\]: unfold the chains"),
         (lambda: batches_of_chains(None, 3), ValueError, EACH),
         (lambda: batches_of_chains(0, None), ValueError, EACH),
-    ],
+    ]
 )
-def test_what_is_refused_is_named(act, error, says):
-    with pytest.raises(error, match=says):
-        act()

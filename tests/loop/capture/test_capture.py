@@ -4,7 +4,6 @@ import contextlib
 import copy
 import pickle
 import uuid
-import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +21,7 @@ from bayesopt_chain.random.stream import new_key
 from tests.loop.beside import BACKENDS, COMPILED, CUDA, assert_close, follow, record
 from tests.nets import Net
 from tests.random.draws import leaf
+from tests.refusals import refuse
 
 
 def compiled(test):
@@ -347,24 +347,25 @@ def test_a_batch_that_is_the_returned_parameters(backend):
 def test_another_shape_structure_or_number_is_refused_by_name():
     params, batch = setup()
     step, fast, (_, state) = record(loss, bc.sgd(0.05, 0.9), params, batch, backend="eager")
-    for call, words in (
-        (lambda: fast(params, state, (batch[0][:5], batch[1][:5])), r"batch, leaf 0: \(5, 20\).*drop_last"),
-        (lambda: fast({**params, "w": params["w"].double()}, state, batch), r"params, leaf 1: .*float64"),
-        (lambda: fast({"w": params["w"]}, state, batch), "structure"),
-        (lambda: fast(params, state, [*batch]), "structure"),
-        *(
-            (lambda options=options: bc.capture(step, params, state, batch, **options), words)
-            for options, words in (
-                ({"steps": 0}, "steps"),
-                ({"batch_dim": 0}, "batch_dim"),
-                ({"steps": 3, "batch_dim": 0}, "no 3 steps"),
-                *(({"signatures": n}, "signatures must be a whole number") for n in (0, True, 1.5)),
-            )
+    refuse(
+        (
+            (lambda: fast(params, state, (batch[0][:5], batch[1][:5])), r"batch, leaf 0: \(5, 20\).*drop_last"),
+            (lambda: fast({**params, "w": params["w"].double()}, state, batch), r"params, leaf 1: .*float64"),
+            (lambda: fast({"w": params["w"]}, state, batch), "structure"),
+            (lambda: fast(params, state, [*batch]), "structure"),
+            *(
+                (lambda options=options: bc.capture(step, params, state, batch, **options), words)
+                for options, words in (
+                    ({"steps": 0}, "steps"),
+                    ({"batch_dim": 0}, "batch_dim"),
+                    ({"steps": 3, "batch_dim": 0}, "no 3 steps"),
+                    *(({"signatures": n}, "signatures must be a whole number") for n in (0, True, 1.5)),
+                )
+            ),
+            (lambda: bc.capture(step, params, [1.0], batch), "tensors only"),
         ),
-        (lambda: bc.capture(step, params, [1.0], batch), "tensors only"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=words):
-            call()
+        error=(TypeError, ValueError),
+    )
 
 
 def branching(params, batch):
@@ -388,6 +389,7 @@ def test_what_cannot_be_captured_is_named_with_its_line(bad, line, temperature):
         record(bad, bc.sgd(0.1, temperature=temperature), setup()[0], (), backend="eager")
 
 
+@pytest.mark.filterwarnings("error")
 def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
     monkeypatch.setattr(capture_module, "compiler_found", lambda: False)
     capture_module.warn_of_no_compiler.cache_clear()
@@ -395,9 +397,7 @@ def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         _, fast, _ = record(loss, bc.sgd(0.05), params, batch)
     assert fast.backend == "eager"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        record(loss, bc.sgd(0.05), params, batch)
+    record(loss, bc.sgd(0.05), params, batch)
 
 
 @pytest.fixture
