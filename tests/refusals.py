@@ -1,5 +1,7 @@
 """Refusals: a table of acts, and the words in which each of them is refused."""
 
+from functools import partial
+
 import pytest
 
 
@@ -10,11 +12,12 @@ def refuse(cases, error=ValueError):
             act()
 
 
-def refused(cases, error=ValueError):
-    """A test of :func:`refuse`, with a row for each of the cases."""
+def refused(cases, error=ValueError, of=None):
+    """A test of :func:`refuse`, with a row for each of the cases; with ``of``, the act is to call that with the first entry."""
 
     @pytest.mark.parametrize("case", cases)
     def test(case):
-        refuse([case], error)
+        act, *rest = case
+        refuse([(act if of is None else partial(of, act), *rest)], error)
 
     return test

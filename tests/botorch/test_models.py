@@ -18,6 +18,7 @@ from botorch.sampling import SobolQMCNormalSampler
 
 from bayesopt_chain.botorch import DrawsModel, LinearizedModel
 from bayesopt_chain.likelihoods import gaussian
+from tests.refusals import refused
 
 pytestmark = [
     pytest.mark.peers,
@@ -92,8 +93,7 @@ def without_noise():
     return LinearizedModel(fitted.model.forward, fitted.posterior)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
+test_noise_that_nobody_knows_is_refused = refused(
     [
         (lambda x: without_noise().posterior(x, observation_noise=True), "no observation noise is known"),
         (lambda x: without_noise().condition_on_observations(x, x[:, :1]), "no observation noise is known"),
@@ -107,10 +107,9 @@ def without_noise():
         (lambda x: DrawsModel.of(fit()[0]), "of bc.fit_laplace call LinearizedModel.of"),
         (lambda x: LinearizedModel.of(torch.nn.Linear(2, 1)), "what bc.fit_laplace returned"),
     ],
+    error=(TypeError, ValueError),
+    of=lambda call: call(torch.rand(2, 2)),
 )
-def test_noise_that_nobody_knows_is_refused(call, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        call(torch.rand(2, 2))
 
 
 def test_transforms_of_botorch_are_applied():

@@ -20,6 +20,7 @@ from bayesopt_chain.ensemble.members import members_of, principal_axes
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FAN_IN, SHARE, Problem, Training
 from tests.ensemble.test_untidy import Killed, called, data, keeps, make
+from tests.refusals import refused
 
 GAUSSIAN = bc.likelihoods.gaussian()
 
@@ -523,15 +524,13 @@ def test_chains_that_fail_keep_the_networks(monkeypatch):
     assert len(caught.value.ensemble.modules()) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+test_seconds_of_chains_that_there_are_not_are_refused_by_name = refused(
     [
         *(({"chains": c}, "chains") for c in (-1.0, 0, math.nan, math.inf, True, [1])),
         ({"chains": "often"}, "chains"),
         ({"chains": 60, "minutes": 1.0}, "all of minutes=1"),
         ({"chains": "auto", "mesh": SimpleNamespace(get_coordinate=list)}, "pass chains=None, or mesh=None"),
     ],
+    error=(TypeError, ValueError),
+    of=lambda arguments: bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), **arguments),
 )
-def test_seconds_of_chains_that_there_are_not_are_refused_by_name(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), **arguments)

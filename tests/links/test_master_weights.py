@@ -9,6 +9,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.refusals import refused
 
 CHAINS = {
     "sgd": lambda: bc.sgd(1e-3, 0.9, weight_decay=0.1),
@@ -121,15 +122,12 @@ def test_a_state_of_a_chain_without_them_starts_it():
         tx.init(params, like=old)
 
 
-@pytest.mark.parametrize(
-    "make, error, words",
+test_what_it_cannot_wrap_is_refused = refused(
     [
         (lambda: "sgd", TypeError, "tx is 'sgd'"),
         (lambda: bc.with_master_weights(bc.sgd(0.1)), ValueError, "wrap the chain first"),
         (lambda: bc.vi.mean_field(bc.sgd(0.1), temperature=0.1), ValueError, "autocast=torch.bfloat16"),
         (lambda: bc.ekf.diagonal(0.1), ValueError, "keep float32 parameters"),
     ],
+    of=lambda make: bc.with_master_weights(make()),
 )
-def test_what_it_cannot_wrap_is_refused(make, error, words):
-    with pytest.raises(error, match=words):
-        bc.with_master_weights(make())

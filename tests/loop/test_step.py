@@ -12,6 +12,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.loop.beside import assert_close, each_alone, follow
+from tests.refusals import refused
 
 
 def least_squares(params, batch):
@@ -314,18 +315,16 @@ def test_groups_report_a_temperature_each_and_chains_their_own():
     assert bc.make_step(loss, tx)(PARAMS, tx.init(PARAMS), (X, Y))[2].gradient_norm == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+test_options_out_of_range_are_refused = refused(
     [
         ({"microbatches": 0}, "microbatches must be a whole number, at least 1"),
         ({"microbatches": True}, "microbatches must be a whole number"),
         ({"autocast": torch.float16}, r"autocast must be torch\.bfloat16, got torch\.float16"),
         ({"observe": 3}, "observe must be a function"),
     ],
+    error=(TypeError, ValueError),
+    of=lambda options: bc.make_step(loss, bc.sgd(0.1), **options),
 )
-def test_options_out_of_range_are_refused(options, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        bc.make_step(loss, bc.sgd(0.1), **options)
 
 
 def cubic(params, batch):

@@ -23,6 +23,7 @@ from bayesopt_chain.precision import (
     shape_only,
     unflatten,
 )
+from tests.refusals import refused
 
 COUNT = torch.tensor(7.0, dtype=torch.float64)
 TREES = {
@@ -256,10 +257,10 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), REFUSALS)
-def test_what_has_no_answer_is_refused_by_the_parameters_name(call, error, words):
-    with pytest.raises(error, match=words):
-        call(TREES["dict"]())
+test_what_has_no_answer_is_refused_by_the_parameters_name = refused(
+    REFUSALS,
+    of=lambda call: call(TREES["dict"]()),
+)
 
 
 @structures
