@@ -80,7 +80,8 @@ class SGD(Sampling, torch.optim.SGD):
     second branch has the step size ``lr mu``. Weight decay is part of the gradient, and is an exact Gaussian prior of
     precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``. On a CPU, in float32 and float64, the step at
     ``T > 0`` and its noise are one pass over memory, whose result differs from torch's in the last place; ``foreach`` or
-    ``fused=False`` ask for torch's own step.
+    ``fused=False`` ask for torch's own step. ``fused=True`` with float16 or bfloat16 is refused at ``T > 0`` where torch's
+    fused kernel does not move such parameters (torch 2.13 on a CPU).
 
     Everything in a parameter group is read at every step, ``temperature`` included. While lr falls or momentum rises, the
     variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`), but for Nesterov's momentum where it rises:

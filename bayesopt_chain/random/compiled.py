@@ -108,7 +108,8 @@ def prebuild(source: Path, level: str, library: Path) -> None:
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
     compiler, text, folder = find_compiler(), text_of(source), private_folder()
-    flags = [*[("-fopenmp", *LEVELS[level]) for level in levels()], ()]
+    # a compiler without OpenMP, as clang often is, still knows the instructions of a level
+    flags = [(*openmp, *LEVELS[level]) for openmp in (("-fopenmp",), ()) for level in levels()]
     name = f"{source.stem}-{_digest(text, compiler, flags)}"
     for library in folder.glob(f"{name}-*.so"):
         if is_own_file(library) and library.stem == f"{name}-{_content(library)}":

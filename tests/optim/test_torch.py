@@ -337,6 +337,19 @@ def test_a_gradient_scaler_gives_torchs_bits_with_the_fused_kernel_at_temperatur
     assert torch.equal(run(bc.optim.SGD), run(torch.optim.SGD))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_fused_kernel_moves_parameters_of_16_bits_or_is_refused(dtype):
+    """That of torch 2.13 on a CPU leaves full vectors of them where they are, so that noise alone would move them."""
+    theta = torch.ones(64, dtype=dtype, requires_grad=True)
+    theta.grad = dense(theta)
+    try:
+        bc.optim.SGD([theta], 0.5, temperature=1e-3, generator=torch.Generator().manual_seed(0), fused=True).step()
+    except ValueError as err:
+        assert "leave fused out" in str(err)
+    else:
+        assert (theta < 0.75).all()
+
+
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_large_leaf_gets_the_same_noise_block_by_block(name, monkeypatch):
     def run():

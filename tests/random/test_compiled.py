@@ -251,7 +251,7 @@ def test_the_compiler_may_bring_arguments(cache, source, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", ["nothing", "by torch", "by the user", "with a space"])
+@pytest.mark.parametrize("named", ["nothing", "by torch", "by the user", "with a space", "o'clock"])
 def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private, tmp_path, named, monkeypatch):
     """torch's own folder is known to everybody, in a folder where everybody can make it first."""
     from torch._inductor import codecache
@@ -266,10 +266,11 @@ def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     for name, inside in zip(names, ("", "/triton/0")):
         monkeypatch.setenv(name, str(shared if named == "by torch" else private / "mine") + inside)
-        if named in ("nothing", "with a space"):
+        if named in ("nothing", "with a space", "o'clock"):
             monkeypatch.delenv(name)
-    if named == "with a space":  # at which torch's compiler splits its command
-        monkeypatch.setenv("XDG_CACHE_HOME", str(private / "with a space"))
+    is_split = named in ("with a space", "o'clock")  # torch's compiler splits its command as a shell does
+    if is_split:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(private / named))
         monkeypatch.setattr(replays, "temporary_folder", lambda: cache)
         cache.mkdir()
     monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", None)
@@ -277,7 +278,7 @@ def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private
     path = codecache.CacheBase.get_local_cache_path
     path.cache_clear()
     remembered = path() if named == "by torch" else shared
-    said = pytest.warns(UserWarning, match="cannot take the path") if named == "with a space" else nullcontext()
+    said = pytest.warns(UserWarning, match="cannot take the path") if is_split else nullcontext()
     with said, replays.keyed_cache(on_cpu=False):
         used = [*(os.environ.get(name, "") for name in names), codecache._HEADER_DIR]
         assert path() != remembered

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import shlex
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -398,7 +398,7 @@ def leave_the_shared_folder() -> None:
     if os.path.abspath(named["TORCHINDUCTOR_CACHE_DIR"]) != shared:
         return  # the user's own choice, or ours
     folder = private_folder()
-    if shlex.split(str(folder)) != [str(folder)]:
+    if re.search(r"[\s'\"\\]", str(folder)):
         checks.warn(
             f"capture: torch's compiler cannot take the path {folder}; compiling into a private temporary folder, in every "
             "process anew (XDG_CACHE_HOME may name another one)"
