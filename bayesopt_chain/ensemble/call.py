@@ -33,6 +33,7 @@ from bayesopt_chain.ensemble.stages import Stages, damage_named
 from bayesopt_chain.ensemble.training import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Problem, Trained, Training
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.likelihoods._likelihood import REAL
+from bayesopt_chain.likelihoods._numbers import LearnedGaussian
 from bayesopt_chain.modules import Reader, Tensors, arguments_of, as_pair, unshared_statistics, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
@@ -758,16 +759,17 @@ def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks
             f"{WHO}targets vary by {float(variance.min().sqrt()):.3g} around {float(mean.abs().max()):.3g}, which outputs in "
             f"{own} cannot tell apart: subtract from the targets what they have in common"
         )
-    if not likelihood.has_noise_scale:
-        variance = torch.where(variance > 0, variance, 1.0)
-    elif not bool((variance > 0).any()):
-        inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
-        errors = (networks.outputs(inputs).detach() - likelihood.labels(targets)).double()
-        variance = torch.full_like(variance, errors.square().mean().clamp_min(1e-30))
-    elif not bool((variance > 0).all()):
+    is_equal, learned = ~(variance > 0), isinstance(getattr(likelihood, "inner", likelihood), LearnedGaussian)
+    if (likelihood.has_noise_scale or learned) and bool(is_equal.any()) and not bool(is_equal.all()):
         raise ValueError(
             f"{WHO}an output's targets are all equal, so that there is no noise to find: leave that output out"
         )
+    if not likelihood.has_noise_scale:
+        variance = torch.where(is_equal, 1.0, variance)
+    elif bool(is_equal.all()):
+        inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
+        errors = (networks.outputs(inputs).detach() - likelihood.labels(targets)).double()
+        variance = torch.full_like(variance, errors.square().mean().clamp_min(1e-30))
     dtype = torch.promote_types(batches.flatten(data.targets)[0][0].dtype, torch.get_default_dtype())
     # held-out noise goes down to 1e-6 of it, and squares of what networks err by go up
     if not bool(((variance > 1e6 * torch.finfo(dtype).tiny) & (variance < torch.finfo(dtype).max / 100)).all()):
@@ -791,9 +793,10 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
     if not bool(whole.isfinite().all()):
         raise ValueError(
             f"{WHO}the module's outputs are NaN or infinite before anything is trained: look for logarithms, roots and "
-            "divisions in it, or compute in float32 what is float16"
+            "divisions in it, mask classes with -1e4 and not with -inf, or compute in float32 what is float16"
         )
-    adds_up = (bool(((whole.sum(axis) - 1).abs() < 1e-3).all()) for axis in range(1, whole.ndim))
+    axes = [axis for axis in range(1, whole.ndim) if whole.shape[axis] > 1]  # a single logit may be 1
+    adds_up = (bool(((whole.sum(axis) - 1).abs() < 1e-3).all()) for axis in axes)
     if likelihood.has_classes and bool((whole >= 0).all()) and any(adds_up):
         raise ValueError(
             f"{WHO}the module returns probabilities, which add up to 1, where logits are asked for: leave out the softmax at "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
+from bayesopt_chain.batches import size as number_of_data
 from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
@@ -347,5 +348,6 @@ def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterator[Any]
     """
     for batch in [data] if isinstance(data, (Tensor, tuple, Mapping)) else data:
         pair = read(batch)
-        batch_size(pair)
+        if not number_of_data(pair, otherwise=1):  # what holds no tensors is refused by who takes it, by its type
+            raise ValueError("predict: the batch is empty: pass at least one datum")
         yield pair

@@ -80,6 +80,16 @@ def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
     assert p.sample(3, generator=torch.Generator().manual_seed(0)).shape == (3, *y.shape)
 
 
+def test_a_single_logit_may_start_at_1():
+    def make():
+        net = maker()()
+        nn.init.zeros_(net[2].weight)
+        nn.init.ones_(net[2].bias)
+        return net
+
+    bc.posterior_ensemble(make, (X, (X[:, :1] > 0).float()), bc.likelihoods.bernoulli(), **SMALL)
+
+
 @pytest.mark.parametrize("most", [0, 3_000], ids=["all are added up", "from the second batch on"])
 def test_tokens_of_many_draws_are_added_up_one_draw_after_another(most, monkeypatch):
     words = torch.randint(0, 7, (12, 5), generator=torch.Generator().manual_seed(0))
@@ -213,7 +223,7 @@ WRONG = [
         (X, Y),
         GAUSSIAN,
         ValueError,
-        "NaN or infinite before anything is trained",
+        "NaN or infinite before anything is trained.* mask classes with -1e4",
     ),
     (maker(), (X / 0, Y), GAUSSIAN, ValueError, "posterior_ensemble: inputs are NaN or infinite for 48 of 48"),
     (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
@@ -275,6 +285,16 @@ WRONG = [
         "targets in other units, or in float64",
     ),
     (maker(), (X, 1e30 * Y), bc.likelihoods.student_t(), ValueError, "targets in other units, or in float64"),
+    *(
+        (
+            maker(2 * p),
+            (X, torch.hstack([Y, 0 * Y])),
+            bc.likelihoods.gaussian(v),
+            ValueError,
+            "are all equal, so that there is no",
+        )
+        for p, v in ((1, 1.0), (2, "learned"))
+    ),
     (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
     (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
     (

@@ -443,9 +443,10 @@ def test_errors_are_calibrated(phi, draws, chains):
 
 def test_chains_that_stay_apart_are_told_and_their_spread_is_the_error():
     y = autoregressive(8, 400, 5, 0.5, 4) + torch.randn(8, 1, 5, generator=torch.Generator().manual_seed(1))
-    found = recorded(y, y).mean("y")
-    assert not found.agree.any()
-    assert torch.allclose(found.error, (y.mean(1).var(0) / 8).sqrt())
+    for x in (y, y[:, :1].expand(-1, 400, -1)):  # and chains that stand still
+        found = recorded(x, x).mean("x")
+        assert not found.agree.any()
+        assert torch.allclose(found.error, (x.mean(1).var(0) / 8).sqrt())
 
 
 @pytest.mark.parametrize(("chains", "draws", "phi"), [(8, 50, 0.0), (8, 50, 0.8), (32, 50, 0.0), (2, 200, 0.8)])

@@ -21,8 +21,8 @@ run, a shift that keeps the sums accurate. Draws are summed over ``B`` successiv
 1,000 pairs of chains of 200 draws, 6 % of means lie beyond two errors where successive draws have the autocorrelation 0.8 or
 0.9, and 12 % at 0.95, where a chain has five independent draws (of Gaussian errors 4.6 % would). Of chains with ten independent
 draws or more that agree, 1 to 4 in 100 are said to disagree of a mean, and 1 to 2 of a covariance. Its block means are over all
-chains, six of 50 draws: where half of eight chains have four times the variance, one entry in three shows it then, and all do
-from 200 draws on.
+chains, six of 50 draws: where half of eight chains have four times the variance, one entry in three shows it then, and nearly
+all do from 200 draws on.
 
 Chains are independent: they share neither noise nor batches. (Flegal and Jones, 2010, on batch means; Geyer, 1992.)
 """
@@ -242,9 +242,10 @@ def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
         between = (by_chain.var(0) / c).sqrt()
         free = max(len(blocks) - 1, 1) * blocks.shape[1]  # few where the blocks are over all chains
         u, v = 2 / (9 * k), 2 / (9 * free)
-        # a ratio of variances, whose cube root is nearly normal (Paulson, 1942): 1 % of F(k, free) are above
-        root = (between / within).pow(2 / 3)
-        agree = ~((1 - v) * root - (1 - u) > 2.326 * (u + v * root.square()).sqrt())
+        # a ratio of variances, whose cube root is nearly normal (Paulson, 1942): 1 % of F(k, free) are above. Its inverse is
+        # a number also of chains that stand still, at different places
+        root = (within / between).pow(2 / 3)
+        agree = ~((1 - v) - (1 - u) * root > 2.326 * (u * root.square() + v).sqrt())
         both = ((k * between.square() + free * error.square()) / (k + free)).sqrt()
         error = torch.where(agree & ~error.isnan(), both, between)
     return error, agree
