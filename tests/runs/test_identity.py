@@ -54,6 +54,10 @@ def loader(rows=range(12), seed=3):
     return {"batches": DataLoader(chosen, batch_sampler=bc.epochs(chosen, 4, seed=seed))}
 
 
+def keyed(keys):
+    return {"batches": DataLoader(Subset({key: (torch.ones(3), torch.ones(())) for key in "abc"}, list(keys)))}
+
+
 def closing_over(rate):
     return {"lr": lambda count: rate / (1 + count)}
 
@@ -99,6 +103,7 @@ OTHERS = {  # a run, what is given to it first and then, and what is said
     "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
     "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
     "rows of a data set": (run, loader(range(8)), loader(range(4, 12)), r"data\.rows\[0\] is"),
+    "keys of a data set": (run, keyed("ab"), keyed("ac"), r"data\.rows\[0\] is"),
     "seed of a loader's epochs": (run, loader(), loader(seed=4), r"data\.seed is"),
     "parameters": (run, {}, {"dtype": torch.float64}, r"tree.0/w is torch.float32 \[3\], here torch.float64"),
     "seed": (run, {"seed": 2}, {"seed": 3}, "seed is 2, here 3"),
