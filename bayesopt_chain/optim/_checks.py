@@ -193,7 +193,7 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
 @cache
 def _moves_halves(dtype: torch.dtype) -> bool:
     """Whether torch's fused SGD on a CPU moves parameters of 16 bits: that of torch 2.13 does so in no full vector of them."""
-    theta = torch.ones(64, dtype=dtype)
+    theta = torch.ones(64, dtype=dtype, device="cpu")
     fused: Any = torch.ops.aten._fused_sgd_
     numbers = dict(weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0)
     fused([theta], [theta.clone()], [], **numbers, nesterov=False, maximize=False, is_first_step=False)
