@@ -44,7 +44,7 @@ from bayesopt_chain.likelihoods._quadrature import (
 )
 from bayesopt_chain.trees import upcast
 
-AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
+AT_ONCE = 2**18  # outputs at which a score takes distribution functions or densities at once
 POINTS = (129, 513, 2049, 8193)  # of each of the two integrals of a score
 CLOSE = 1e-6  # how close every other point has to come, which is about the square root of a rule's error
 STRETCH = 14.0  # integrals reach sinh(14) = 600,000 interquartile ranges out
@@ -52,7 +52,6 @@ BISECTIONS = 64  # of all numbers in float64, to the last bit
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
 PAIRED = 4097  # nodes of which a score adds up all pairs
-COUNTS = 64  # added up between two looks at which data are not yet
 
 
 class Outputs(NamedTuple):
@@ -558,17 +557,23 @@ class Predictive:
         if not float(ends.max()) < MOST_COUNTS:
             raise ValueError(f"crps: counts up to {float(ends.max()):g} would have to be added up; use log_prob")
         total, below = torch.zeros_like(ends), torch.zeros_like(ends)
-        last = int(ends.max())
-        for first in range(int(support.low), last + 1, COUNTS):
+        first, last = int(support.low), int(ends.max())
+        while first <= last:
             # data whose counts are added up are left out from here on
             rows = (ends.reshape(len(y), -1).amax(1) >= first).nonzero()[:, 0]
-            some = replace(self, outputs=draws[:, rows].to(torch.float64))
-            for k in range(first, min(first + COUNTS, last + 1)):
-                at = torch.full_like(ends[rows], k)
-                # much cheaper than distribution functions
-                masses = self.likelihood.log_prob_at_nodes(some.outputs, at).exp()
-                below[rows] += some._average(masses, unit=1.0)
-                total[rows] += (below[rows] - (at >= y[rows]).to(total.dtype)).square()
+            outputs = draws[:, rows].to(torch.float64)
+            some = min(max(1, AT_ONCE // outputs.numel()), last + 1 - first)  # counts at once, as if of further data
+            counts = torch.arange(first, first + some, dtype=torch.float64, device=y.device)
+            each = counts.reshape(-1, *[1] * y.ndim).expand(some, *y[rows].shape)
+            nodes = replace(self, outputs=outputs.repeat(1, some, *[1] * (draws.ndim - 2)))
+            # densities are much cheaper than distribution functions
+            masses = nodes._average(
+                self.likelihood.log_prob_at_nodes(nodes.outputs, each.flatten(0, 1)).exp(), unit=1.0
+            )
+            reached = torch.cat([below[rows][None], masses.unflatten(0, (some, -1))]).cumsum(0)
+            total[rows] += (reached[1:] - (each >= y[rows]).to(total.dtype)).square().sum(0)
+            below[rows] = reached[-1]
+            first += some
         return total
 
     def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
