@@ -117,20 +117,20 @@ class Outputs(NamedTuple):
 def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let draws answer a question; of Gaussian outputs nodes, for as many data at once as fit, and as many as it takes.
 
-    What it is asked with are tensors with a row a datum, and numbers.
+    What it is asked with are tensors with a row a datum, and numbers, these by name too.
 
     Raises:
         ValueError: a likelihood that is too narrow for the outputs.
     """
 
     @functools.wraps(question)
-    def asked(self: Predictive, *given: Any) -> Tensor:
+    def asked(self: Predictive, *given: Any, **named: Any) -> Tensor:
         if not isinstance(self.outputs, Outputs):
-            return question(self, *given).to(self.outputs.dtype)
+            return question(self, *given, **named).to(self.outputs.dtype)
         points = FEW
         while points <= MANY:
             try:
-                answers = [question(nodes, *cut) for nodes, cut in self._nodes(points, given)]
+                answers = [question(nodes, *cut, **named) for nodes, cut in self._nodes(points, given)]
                 return torch.cat(answers).to(self.outputs.mean.dtype)
             except TooFew:
                 points = 2 * points - 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble.call import batch_size_for
-from bayesopt_chain.ensemble.data import read
+from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.training import FAN_IN
 from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.posterior import classification_metrics, detection_auroc
@@ -69,7 +69,7 @@ def called(task: Task, seed: int, **how: Any) -> Any:
 def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) -> dict[str, Callable[[], Any]]:
     """The call and the plain ensembles, to be run in this order: what the call cost and found, they are given."""
     size = batch_size_for(len(task.x))
-    pair = read((task.x, task.y))[0].folds(0.15, seed)
+    pair = Data(task.x, task.y, len(task.x)).folds(0.15, seed)
     known: dict[str, Any] = {}
 
     def call() -> Result:

@@ -203,7 +203,8 @@ def ranks(monkeypatch):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
             run.store.read = 0
             try:
-                every[rank].look(mine if callable(mine) else lambda mine=mine: mine, torch.zeros(()))
+                with every[rank].step(mine if callable(mine) else lambda mine=mine: mine, torch.zeros(())):
+                    pass
             except ValueError as err:
                 errors[rank] = str(err)
             most = max(most, run.store.read)
