@@ -215,12 +215,11 @@ class IVON(OnRanks, torch.optim.Optimizer):
             _checks.check_leaf(self._name, p, group)
             if p.grad.is_sparse:
                 raise ValueError(f"{self._name}: a sparse gradient; build the layer with sparse=False")
-        claims = lambda: [claim(str(n), n, p, group) for group, p, n in moving]  # noqa: E731
-        compared = self._witness.step(claims, local(self._all_params()[0].detach()))
-        with (
-            compared,
-            uninterrupted(),
-        ):  # Ctrl-C between two writes would leave means, precisions and counts of different steps
+        compared = self._witness.step(
+            lambda: [claim(str(n), n, p, group) for group, p, n in moving], local(self._all_params()[0].detach())
+        )
+        # Ctrl-C between two writes would leave means, precisions and counts of different steps
+        with compared, uninterrupted():
             for group, p, number in moving:
                 self._move(group, p, number)
             for group in self.param_groups:
