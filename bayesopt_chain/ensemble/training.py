@@ -56,8 +56,8 @@ from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.links.gaussian_prior import fan_in
 from bayesopt_chain.loop.loss import gradient
+from bayesopt_chain.loop.model_draws import model_draws
 from bayesopt_chain.modules import Tensors
-from bayesopt_chain.random.model_draws import model_draws
 from bayesopt_chain.random.stream import chain_seed, new_key
 
 CLOSE = 1e-3  # relative difference of a program from the step that it records

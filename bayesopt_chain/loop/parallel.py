@@ -22,10 +22,10 @@ from bayesopt_chain.distributed.ranks import broadcast, chains_of, require_one_a
 from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, unshared, value
+from bayesopt_chain.loop.model_draws import seeded
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
-from bayesopt_chain.random.model_draws import seeded
 from bayesopt_chain.random.stream import is_keyed, keyed
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import paths_of

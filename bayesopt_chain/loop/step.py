@@ -7,7 +7,7 @@ A step has three parts:
     memory     what the state holds besides that of ``tx``: the buffers of a module (:mod:`bayesopt_chain.loop.module_state`),
                or the reference of an estimator (:mod:`bayesopt_chain.loop.gradients`)
 
-The random numbers of the model itself (dropout) are a function of the state (:mod:`bayesopt_chain.random.model_draws`).
+The random numbers of the model itself (dropout) are a function of the state (:mod:`bayesopt_chain.loop.model_draws`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach, monitored, unshared
+from bayesopt_chain.loop.model_draws import model_draws
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
-from bayesopt_chain.random.model_draws import model_draws
 from bayesopt_chain.trees import all_finite, found_finite, leaves_of
 
 

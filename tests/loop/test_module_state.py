@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.loop.model_draws import model_draws
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.random.model_draws import model_draws
 from tests.loop.beside import assert_close, each_alone, same
 
 BATCH = torch.randn(10, 1, 4, 4, dtype=torch.float64), torch.randint(3, (10,))

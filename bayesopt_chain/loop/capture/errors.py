@@ -10,7 +10,6 @@ import optree
 import torch
 
 from bayesopt_chain.checks import short
-from bayesopt_chain.random import model_draws
 
 
 class CaptureError(RuntimeError):
@@ -41,15 +40,14 @@ def first_line(err: BaseException) -> str:
 
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
-# the folder of this package's loop, and what stands around every call of a model whose draws follow a key
-_HERE = str(Path(__file__).parent.parent), model_draws.__file__
+_HERE = str(Path(__file__).parent.parent)  # the folder of this package's loop
 
 
 def users_line(err: BaseException) -> str | None:
     """Return file, number and text of the innermost line of a traceback outside of torch, optree and this package's loop."""
     frames = traceback.extract_tb(err.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith((*_LIBRARIES, *_HERE)):
+        if not frame.filename.startswith((*_LIBRARIES, _HERE)):
             return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
     return None
 

@@ -187,38 +187,32 @@ def _dropout(
     if not training or not 0 < p < 1 or not input.numel():
         return func(input, p, training, inplace)
     keyed.require_own_key(func.__name__, input)
-    shape, lift = input.shape, False
+    shape = input.shape
     if func in FEATURES:
-        lift = input.ndim == FEATURES[func]  # one datum, without the axis that numbers data
-        full = (1, *shape) if lift else shape
-        if len(full) < 2:
+        axes = 1 if input.ndim == FEATURES[func] else 2  # one datum comes without the axis that numbers data
+        if input.ndim < axes:
             raise RuntimeError(f"{func.__name__}: input of {input.ndim} axes has no features to drop")
-        shape = (*full[:2], *[1] * (len(full) - 2))
-    noise = keyed.draw("bernoulli", shape, 1 - p, input.dtype, input.device)
-    noise = (noise[0] if lift else noise).div(1 - p)
+        shape = (*shape[:axes], *[1] * (input.ndim - axes))
+    noise = keyed.draw("bernoulli", shape, 1 - p, input.dtype, input.device).div(1 - p)
     # noise with a ``vmap`` axis that the input lacks does not fit into the input's memory
     into = inplace and not (tracing.batch_levels(noise) - tracing.batch_levels(input))
     return input.mul_(noise) if into else input.mul(noise)
 
 
-def _numbers(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
-    """Take the place of ``torch.rand``, ``torch.randn`` and the two with ``_like``, which take a shape in several forms.
+def _numbers(keyed: Keyed, func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    """Take the place of ``torch.rand``, ``torch.randn`` and the two with ``_like``.
 
     Raises:
         RuntimeError: arguments that name another source of numbers, or another place for them.
     """
-    name, shape = func.__name__, size
-    if rest.get("generator") is not None or rest.get("out") is not None or rest.get("requires_grad"):
+    name = func.__name__
+    if generator is not None or kwargs.get("out") is not None or kwargs.get("requires_grad"):
         raise RuntimeError(f"torch.{name}: with generator=, out= or requires_grad= it takes no key of the chain's")
-    if name.endswith("_like"):
-        like = rest["input"] if "input" in rest else size[0]
-        keyed.require_own_key(name, like)
-        shape, dtype, device = like.shape, dtype or like.dtype, device or like.device
-    elif "size" in rest or (size and not isinstance(size[0], int)):  # one argument that is a shape
-        shape = rest.get("size", size and size[0])
-    where = torch.get_default_device() if device is None else torch.device(device)
+    # of the shape, dtype and device that are asked for, in whatever form
+    like = (torch.empty_like if name.endswith("_like") else torch.empty)(*args, **kwargs)
+    keyed.require_own_key(name, like)
     kind = "normal" if name.startswith("randn") else "uniform"
-    return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
+    return keyed.draw(kind, like.shape, 0.5, like.dtype, like.device)
 
 
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:

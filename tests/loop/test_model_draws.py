@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bayesopt_chain as bc
 from bayesopt_chain._torch import mark_generator
-from bayesopt_chain.random.model_draws import Keyed, model_draws
+from bayesopt_chain.loop.model_draws import Keyed, model_draws
 
 KEYS, COUNTS = torch.tensor([5, 7, 9]), torch.tensor([0, 1, 2])
 
@@ -137,7 +137,7 @@ def test_on_a_device_draws_that_nobody_intercepts_are_refused(draws, monkeypatch
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_activation_checkpointing_computes_again_draws_the_same(captured, monkeypatch):
     if not captured:  # as on a device, where calls are intercepted in plain code too
-        monkeypatch.setattr("bayesopt_chain.random.model_draws.tracing.is_plain", lambda *tensors: False)
+        monkeypatch.setattr("bayesopt_chain.loop.model_draws.tracing.is_plain", lambda *tensors: False)
 
     def layer(w, x):
         return F.dropout(torch.tanh(x @ w), 0.5) * torch.rand_like(x)
