@@ -13,10 +13,14 @@ Observations Y = f(X_c) + noise of covariance R condition these outputs exactly,
     f_c(X)     = f(X) + K(X, X_c) (K(X_c, X_c) + R)^-1 (Y - f(X_c)).
 
 The linearisation stays where it was: with many observations, far from it, train and fit again.
+
+As with every model of BoTorch, ``model.input_transform = Normalize(d)`` maps the inputs of all that is asked, and
+``model.outcome_transform`` maps outcomes back to their units.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +72,6 @@ class LinearizedModel(Model):
         noise: variance of Gaussian observation noise, in the targets' units squared: a number or ``[m]``. Default: ``None``,
             none that is known; then observations cannot be conditioned on or added.
         features: from inputs to the batch that ``forward`` takes. Default: ``(x, None)``.
-        input_transform, outcome_transform: of BoTorch, applied to inputs and to the posterior. Default: none.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -82,6 +85,8 @@ class LinearizedModel(Model):
         torch.Size([4, 5, 3, 1])
     """
 
+    outcome_transform: Any  # as BoTorch's models have it, where it was set
+
     def __init__(
         self,
         forward: Forward,
@@ -90,29 +95,22 @@ class LinearizedModel(Model):
         num_outputs: int = 1,
         noise: float | Tensor | None = None,
         features: Callable[[Tensor], Any] = as_they_are,
-        input_transform: Any = None,
-        outcome_transform: Any = None,
     ) -> None:
         super().__init__()
         self._forward_of, self._gaussian, self._features = forward, posterior.factorised(), features
         self._noise = torch.tensor(noise, device="cpu") if isinstance(noise, (int, float)) else noise
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # inputs, targets and noise that it was conditioned on
-        if input_transform is not None:
-            self.input_transform = input_transform
-        if outcome_transform is not None:
-            self.outcome_transform = outcome_transform
         self._outputs = num_outputs
 
     @classmethod
     @checks.takes(fitted=_FITTED)
-    def of(cls, fitted: FittedLaplace, *, num_outputs: int = 1, **transforms: Any) -> LinearizedModel:
+    def of(cls, fitted: FittedLaplace, *, num_outputs: int = 1) -> LinearizedModel:
         """The model of a fit, with the noise that it has.
 
         Args:
             fitted: from :func:`bayesopt_chain.fit_laplace`, of outputs ``[n, m]``. Of a likelihood that is not Gaussian the
                 model is of the outputs, such as logits.
             num_outputs: m. Default 1.
-            **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
 
         Returns:
             A :class:`LinearizedModel`.
@@ -130,7 +128,6 @@ class LinearizedModel(Model):
             num_outputs=num_outputs,
             noise=fitted.likelihood.noise_variance,
             features=features,
-            **transforms,
         )
 
     @property
@@ -190,9 +187,10 @@ class LinearizedModel(Model):
         else:
             distribution = MultitaskMultivariateNormal(mean, _jittered(covariance))
         posterior: Any = GPyTorchPosterior(distribution)
-        outcome_transform = self._outcome_transform_of(output_indices)
-        if outcome_transform is not None:
-            posterior = outcome_transform.untransform_posterior(posterior, X=X)
+        if hasattr(self, "outcome_transform"):
+            transform = self.outcome_transform
+            of_these = transform if output_indices is None else transform.subset_output(output_indices)
+            posterior = of_these.untransform_posterior(posterior, X=X)
         return posterior if posterior_transform is None else posterior_transform(posterior)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Model:
@@ -200,9 +198,8 @@ class LinearizedModel(Model):
 
         Args:
             X: ``[*b, n, d]``, untransformed.
-            Y: ``[*f, *b, n, m]``: further leading axes are fantasies. Transformed, where there is an outcome transform, as
-                BoTorch hands them over.
-            noise: variances, like Y. Default: the model's.
+            Y: ``[*f, *b, n, m]``: further leading axes are fantasies. In their own units, where there is an outcome transform.
+            noise: variances, like Y, in the units of the model's outputs. Default: the model's.
             **kwargs: those of other models of BoTorch, which mean nothing here.
 
         Returns:
@@ -221,7 +218,10 @@ class LinearizedModel(Model):
             >>> model.condition_on_observations(torch.ones(1, 1), torch.full((1, 1), 4.0)).posterior(torch.ones(1, 1)).mean
             tensor([[2.]])
         """
+        self.eval()
         transformed = self.transform_inputs(X)
+        if hasattr(self, "outcome_transform"):
+            Y, _ = self.outcome_transform(Y, X=X)
         lead = torch.broadcast_shapes(Y.shape[:-2], X.shape[:-2])
         Y = Y.expand(*lead, *Y.shape[-2:])
         variances = self._noise_like(Y, noise, None)
@@ -229,15 +229,7 @@ class LinearizedModel(Model):
         if self._seen is not None:
             old = [x.expand(*lead, *x.shape[-2:]) for x in self._seen]
             inputs, Y, variances = (torch.cat([a, b], -2) for a, b in zip(old, (inputs, Y, variances)))
-        new = LinearizedModel(
-            self._forward_of,
-            self._gaussian,
-            num_outputs=self._outputs,
-            noise=self._noise,
-            features=self._features,
-            input_transform=getattr(self, "input_transform", None),
-            outcome_transform=getattr(self, "outcome_transform", None),
-        )
+        new = copy.copy(self)
         new._seen = inputs, Y, variances
         return new
 
@@ -257,42 +249,7 @@ class LinearizedModel(Model):
             ValueError: a model without noise.
         """
         noisy = self.posterior(X, observation_noise=True if observation_noise is None else observation_noise)
-        targets = sampler(noisy)
-        if hasattr(self, "outcome_transform"):
-            targets, _ = self.outcome_transform(targets, X=X)
-        return self.condition_on_observations(X, targets, noise=observation_noise, **kwargs)
-
-    def subset_output(self, idcs: list[int]) -> Model:
-        """The model of some of its outputs.
-
-        Args:
-            idcs: their numbers.
-
-        Returns:
-            A new :class:`LinearizedModel`, unconditioned, with the same transform of inputs and that of these outcomes.
-
-        Raises:
-            ValueError: a model that was conditioned on all outputs.
-        """
-        if self._seen is not None:
-            raise ValueError(
-                "LinearizedModel: take the subset of outputs before conditioning on observations of all of them"
-            )
-        noise = self._noise if self._noise is None or self._noise.numel() == 1 else self._noise[idcs]
-        return LinearizedModel(
-            lambda p, batch: self._forward_of(p, batch)[..., idcs],
-            self._gaussian,
-            num_outputs=len(idcs),
-            noise=noise,
-            features=self._features,
-            input_transform=getattr(self, "input_transform", None),
-            outcome_transform=self._outcome_transform_of(idcs),
-        )
-
-    def _outcome_transform_of(self, indices: list[int] | None) -> Any:
-        """The transform of some of the outcomes, in this order; ``None``: of all of them, or that there is none."""
-        transform: Any = getattr(self, "outcome_transform", None)
-        return transform if transform is None or indices is None else transform.subset_output(indices)
+        return self.condition_on_observations(X, sampler(noisy), noise=observation_noise, **kwargs)
 
     def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Mean ``[*b, q, m]`` and covariance ``[*b, q m, q m]``, given what was observed."""
@@ -349,7 +306,6 @@ class DrawsModel(EnsembleModel):
             ``posterior.sample((S,))`` of any Gaussian.
         num_outputs: m. Default 1.
         weights: of the draws, ``[S]``. Default: equal.
-        input_transform, outcome_transform: of BoTorch, applied to inputs and to the posterior. Default: none.
 
     Raises:
         TypeError: draws that are no tree of tensors.
@@ -370,8 +326,6 @@ class DrawsModel(EnsembleModel):
         *,
         num_outputs: int = 1,
         weights: Tensor | None = None,
-        input_transform: Any = None,
-        outcome_transform: Any = None,
     ) -> None:
         super().__init__(weights)
         _DRAWS("DrawsModel: draws", draws)
@@ -387,20 +341,15 @@ class DrawsModel(EnsembleModel):
                 f"DrawsModel: weights has shape {tuple(weights.shape)} for {self._size} draws: pass one for each"
             )
         self._num_outputs = num_outputs
-        if input_transform is not None:
-            self.input_transform = input_transform
-        if outcome_transform is not None:
-            self.outcome_transform = outcome_transform
 
     @classmethod
     @checks.takes(ensemble=_ENSEMBLE)
-    def of(cls, ensemble: Ensemble, *, num_outputs: int = 1, **transforms: Any) -> DrawsModel:
+    def of(cls, ensemble: Ensemble, *, num_outputs: int = 1) -> DrawsModel:
         """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
 
         Args:
             ensemble: the networks, or draws of them.
             num_outputs: m. Default 1.
-            **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
 
         Returns:
             A :class:`DrawsModel` of the networks' outputs, without the noise: as every ``EnsembleModel`` of BoTorch it ignores
@@ -423,7 +372,7 @@ class DrawsModel(EnsembleModel):
         def outputs(member: Any, batch: Any) -> Tensor:
             return forward.with_buffers(member["params"], batch, member.get("buffers", {}))[0]
 
-        return cls(outputs, draws, num_outputs=num_outputs, **transforms)
+        return cls(outputs, draws, num_outputs=num_outputs)
 
     @property
     def batch_shape(self) -> torch.Size:
