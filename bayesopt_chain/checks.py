@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -168,10 +169,7 @@ def plain(value: Any) -> Any:
     """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
     if type(value) in (int, float, bool) or not isinstance(value, Real):
         return value
-    try:
-        return int(value) if isinstance(value, Integral) else float(value)
-    except OverflowError:  # a fraction that is larger than every float
-        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -477,12 +475,13 @@ def samplable(leaves: Sequence[Any], paths: Sequence[Any], which: Iterable[int] 
         first, second = (name(paths[chosen[i]]) for i in sorted(pair))
         raise ValueError(
             f"params: {first} and {second} share memory, so that each would move, and get noise, for itself, and together they "
-            "would sample at a higher temperature. Pass the tensor once, and let the loss use it twice"
+            "would sample at a higher temperature. Pass the tensor once, and let the loss use it twice; of columns of one "
+            "tensor, which lie between each other, pass copies"
         )
 
 
 def sharing(tensors: Sequence[Any]) -> tuple[int, int] | None:
-    """Find two tensors that have an element of memory in common.
+    """Find two tensors of which one begins between the first and the last element of the other.
 
     Args:
         tensors: of any shapes and strides. Entries whose memory cannot be read (traced, sparse, empty or no tensors) are
@@ -494,7 +493,7 @@ def sharing(tensors: Sequence[Any]) -> tuple[int, int] | None:
     Example:
         >>> import torch
         >>> x = torch.zeros(4, 4)
-        >>> sharing([x[:, :2], x[:, 2:]]), sharing([x[0], x[:, 0]])
+        >>> sharing([x[:2], x[2:]]), sharing([x[0], x[:, 0]])
         (None, (0, 1))
     """
     ranges = sorted(
@@ -504,25 +503,15 @@ def sharing(tensors: Sequence[Any]) -> tuple[int, int] | None:
             if isinstance(x, Tensor) and is_plain(x) and x.layout is torch.strided and x.numel() and x.data_ptr()
         ]
     )
-    for k, (_, end, i) in enumerate(ranges):
-        for start, _, j in ranges[k + 1 :]:
-            if start >= end:
-                break
-            x, y = tensors[i], tensors[j]
-            if (x.is_contiguous() and y.is_contiguous()) or torch.isin(_addresses(x), _addresses(y)).any():
-                return i, j
+    for (_, end, i), (start, _, j) in itertools.pairwise(ranges):
+        if start < end:
+            return i, j
     return None
 
 
 def _last_offset(x: Tensor) -> int:
     """The offset of the last element of a tensor from its first, in elements."""
     return sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
-
-
-def _addresses(x: Tensor) -> Tensor:
-    """The address of every element of a tensor."""
-    offsets = torch.arange(_last_offset(x) + 1, device="cpu").as_strided(x.shape, x.stride())
-    return x.data_ptr() + x.element_size() * offsets.flatten()
 
 
 def own_key(key: Tensor, g: Sequence[Tensor]) -> None:

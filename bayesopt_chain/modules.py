@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import length_hint
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -152,33 +152,10 @@ class Forward:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x
             return self.outputs(self.called(*arguments, **keywords))
-        except TypeError as err:
-            if all(isinstance(x, Tensor) for x in (*arguments, *keywords.values())):
-                raise
-            raise TypeError(
-                f"forward: the module was called with {checks.short(keywords or arguments)} ({err}): hand it batches of "
-                "tensors (torch.as_tensor), or mappings with the names of its arguments and no others; make_functional has "
-                "inputs=, which takes the arguments out of a batch"
-            ) from err
         finally:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
                 held[key] = x
-
-
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy.
-
-    Raises:
-        ValueError: a module that cannot be copied.
-    """
-    try:
-        return copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError, ValueError) as err:
-        raise ValueError(
-            f"the module cannot be copied ({err}): keep no results of computations in it; in the place of "
-            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm; call a module with lazy norms once"
-        ) from err
 
 
 def reset_adapters(layer: nn.Module) -> bool:
@@ -227,10 +204,7 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
 
 def takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
     """Whether ``forward`` has arguments of all these names."""
-    try:
-        arguments = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # a scripted or foreign module, which does not say
-        return True
+    arguments = inspect.signature(module.forward).parameters
     return any(a.kind is a.VAR_KEYWORD for a in arguments.values()) or set(names) <= arguments.keys()
 
 
@@ -359,15 +333,11 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
 
 
 class Batches(NamedTuple):
-    """A loader whose first batch has been read; ``total`` batches, None where that is not known."""
+    """A loader whose first batch has been read: that one, all of them, and how many, ``None`` where that is not known."""
 
     first: Any
-    rest: Iterator
+    every: Iterable
     total: int | None
-
-    def from_first(self, first: Any) -> Iterable:
-        """All batches, with ``first`` in the place of the first."""
-        return chain([first], self.rest)
 
 
 def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any] | None = None) -> Batches:
@@ -386,7 +356,7 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
             f"{who}: batches must be (inputs, targets), or mappings with one of the keys {', '.join(LABELS)}, got "
             f"{type(first[0]).__name__}; make pairs of any other, such as ((b['x'], b['y']) for b in loader)"
         )
-    return Batches(first, rest, length_hint(loader) or None)
+    return Batches(first, chain([first], rest), length_hint(loader) or None)
 
 
 def as_batches(data: Any) -> Iterable:
@@ -417,29 +387,24 @@ class Reader:
 
     def __init__(self, module: Any = None) -> None:
         self.module = module
-        self.own: Literal["moves", "compares", "none"] | None = (
-            None  # its loss; known from the first labels of tokens on
-        )
+        self.moves: bool | None = None  # whether its own loss moves labels; known from the first labels of tokens on
 
     def __call__(self, batch: Any) -> Any:
         """The pair of a batch.
 
         Raises:
-            ValueError: labels that are the batch's ``input_ids``, for a module that does not say that it moves them.
+            ValueError: labels that are the batch's ``input_ids``, for a module that does not move them.
         """
         inputs, targets = pair = as_pair(batch, self.module)
         if not (isinstance(batch, Mapping) and targets is batch.get("labels") and _are_of_tokens(targets)):
             return pair
-        if self.own is None:
-            self.own = _own_loss(self.module, batch) if isinstance(self.module, nn.Module) else "none"
-        if self.own == "moves":
+        if self.moves is None:
+            self.moves = _moves_labels(self.module, batch)
+        if self.moves:
             return inputs, next_labels(targets)
         targets = targets.to(torch.int64)  # torch compares unsigned ones with -100 modulo 256
         tokens, counted = batch.get("input_ids"), targets != LEFT_OUT
-        alike = (
-            isinstance(tokens, Tensor) and tokens.shape == targets.shape and bool((tokens == targets)[counted].all())
-        )
-        if alike and self.own == "none":
+        if isinstance(tokens, Tensor) and tokens.shape == targets.shape and bool((tokens == targets)[counted].all()):
             raise ValueError(
                 "labels equal input_ids at every position that counts, and the model has no loss of its own that moves "
                 "them: it would be fitted to copying its inputs. Pass batches (inputs, targets) with the targets of each "
@@ -472,14 +437,14 @@ def _are_of_tokens(labels: Any) -> bool:
 
 
 @torch.no_grad()
-def _own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Literal["moves", "compares", "none"]:
-    """What the module's own loss does with labels, if it has one.
+def _moves_labels(module: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the module has a loss of its own, which moves labels.
 
-    It moves them if the label of the first token alone counts for nothing: no position predicts the first token. The module is
+    It does if the label of the first token alone counts for nothing: no position predicts the first token. The module is
     called with one datum, in eval mode; nothing of it changes.
     """
-    if not takes_keywords(module, batch):
-        return "none"
+    if not isinstance(module, nn.Module) or not takes_keywords(module, batch):
+        return False
     rows = len(batch["labels"])
     one = {k: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
     only = torch.full_like(one["labels"], LEFT_OUT, dtype=torch.int64)
@@ -487,9 +452,7 @@ def _own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Literal["moves", "
     with in_mode(module, training=False):
         output = module(**{**one, "labels": only})
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        return "none"
-    return "compares" if bool(loss.isfinite().all()) and bool(loss.any()) else "moves"
+    return isinstance(loss, Tensor) and not bool(loss.isfinite().all() & loss.any())
 
 
 def logits_of(output: Any) -> Any:
@@ -550,7 +513,7 @@ def statistics(
     Raises:
         ValueError: no layer keeps statistics, no batches, or no draws.
     """
-    module = copied(module).eval()
+    module = copy.deepcopy(module).eval()
     layers = {name: x for name, x in module.named_modules() if isinstance(x, BatchNorm) and x.track_running_stats}
     if not layers:
         raise ValueError(
@@ -564,8 +527,6 @@ def statistics(
     found, seen = [{**own, **mine, **fresh} for mine in buffers], 0
     for batch in loader:
         n = batches.size(batch)
-        if not n:
-            continue
         seen += n
         for layer in layers.values():
             layer.momentum = n / seen  # torch's is the weight of the new statistics

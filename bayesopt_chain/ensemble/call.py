@@ -514,7 +514,7 @@ def posterior_ensemble(
         "held_out": held_out,
         "standardize": standardize,
         "seed": seed,
-        **({"labels": "those of the next token"} if reader.own == "moves" else {}),
+        **({"labels": "those of the next token"} if reader.moves else {}),
     }
     about = {**chosen, "lr": lr}
     if path is not None or mesh is not None:  # what another process or rank is to have too

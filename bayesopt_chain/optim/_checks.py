@@ -233,5 +233,6 @@ def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]
         first, second = (names[i] for i in sorted(pair))
         raise ValueError(
             f"{who}: parameters {first} and {second} share memory, so that at temperature > 0 it would get the noise of both; "
-            "tie weights by one Parameter (b.weight = a.weight), which is given to the optimizer once"
+            "tie weights by one Parameter (b.weight = a.weight), which is given to the optimizer once; of columns of one "
+            "tensor, which lie between each other, make parameters of copies"
         )

@@ -12,6 +12,7 @@ of :class:`bayesopt_chain.likelihoods.Predictive`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
-from bayesopt_chain.modules import copied, logits_of, write_back
+from bayesopt_chain.modules import logits_of, write_back
 from bayesopt_chain.posterior._linearized import of_affine
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import Features, seen_by
@@ -121,6 +122,6 @@ class Members(nn.Module):
 
 def _filled(network: nn.Module, params: Tensors, buffers: Tensors | None = None) -> nn.Module:
     """A copy with these tensors, for predictions alone."""
-    network = copied(network)
+    network = copy.deepcopy(network)
     write_back(network, params, buffers)
     return network.eval().requires_grad_(False)

@@ -404,7 +404,7 @@ class FittedLaplace:
             A new fit; this one stays as it is.
         """
         batches = peeked(loader, read=self.model.how.read)
-        new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
+        new = self.model.run_over(batches.every, progress, batches.total)
         seen = both(self.seen, new)
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
 
@@ -649,8 +649,7 @@ def fit_laplace(
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, batches.first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
-    every, look = batches.from_first(batches.first), None if keep is None else keep.take
-    seen = model.run_over(every, progress, batches.total, look)
+    seen = model.run_over(batches.every, progress, batches.total, None if keep is None else keep.take)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")

@@ -244,7 +244,7 @@ WRONG = [
         "needs the same shape",
     ),
     (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
-    (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
+    (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "LazyModule"),
     (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\).* keys labels,"),
     (
         maker(),
@@ -274,7 +274,7 @@ WRONG = [
         r"posterior_ensemble: data: .*got Long and Float.* convert the inputs",
     ),
     (maker(), (X[:, :1], Y), GAUSSIAN, ValueError, "posterior_ensemble: data: the model cannot take it .*shapes"),
-    (weight_normed, (X, Y), GAUSSIAN, ValueError, r"parametrizations\.weight_norm"),
+    (weight_normed, (X, Y), GAUSSIAN, RuntimeError, "weight_norm"),
     (maker(), (X, 1e-18 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
     (maker(), (X, 1e30 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
     (

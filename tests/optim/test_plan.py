@@ -351,7 +351,7 @@ VIEWS = {  # two parameters over one storage, and whether they have an element i
     "transposed": (lambda x: (x, x.T), True),
     "columns that cross": (lambda x: (x[:, :4], x[:, 3:]), True),
     "rows apart": (lambda x: (x[:2], x[2:]), False),
-    "columns apart": (lambda x: (x[:, :3], x[:, 3:]), False),
+    "columns between each other": (lambda x: (x[:, :3], x[:, 3:]), True),
 }
 
 
