@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -527,7 +528,12 @@ class Likelihood(ABC):
             >>> likelihoods.poisson().require_values(torch.zeros(2), torch.tensor([0.0, 2.0]))
         """
         support = self.support
-        if support is None or targets.dtype == torch.bool:
+        if support is None or targets.dtype == torch.bool or not targets.numel():
+            return
+        # NaN where an entry is; this takes a tenth of the time of a look at every one
+        low, high = map(float, targets.detach().aminmax())
+        is_within = support.low <= low and high <= support.high and math.isfinite(high - low)
+        if is_within and not (support.is_discrete and bool((targets != targets.round()).any())):
             return
         wrong = ~((targets >= support.low) & (targets <= support.high) & targets.isfinite())
         if support.is_discrete:

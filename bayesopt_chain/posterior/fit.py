@@ -85,6 +85,10 @@ from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
+# of the estimators of the curvature
+OPTIONS = {name for estimator in ESTIMATORS.values() for name in inspect.signature(estimator).parameters} - {
+    *("forward", "likelihood", "structure")
+}
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
 SCALE = checks.POSITIVES
@@ -634,12 +638,10 @@ def fit_laplace(
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
         )
-    known = {name for estimator in ESTIMATORS.values() for name in inspect.signature(estimator).parameters}
-    if unknown := options.keys() - known:
+    if unknown := options.keys() - OPTIONS:
         raise TypeError(
             f"fit_laplace: {', '.join(sorted(unknown))} is no argument of it, nor of its estimator of the curvature, whose "
-            f"are {', '.join(sorted(known - {'forward', 'likelihood', 'structure'}))}; which parameters are uncertain "
-            "says subset="
+            f"are {', '.join(sorted(OPTIONS))}; which parameters are uncertain says subset="
         )
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)

@@ -144,8 +144,8 @@ def over_prior(prior: Gaussian, leaves: Leaves, context: LinkContext) -> Tree:
 def require_finite(tree: Any, what: str) -> None:
     """Refuse a tree that holds NaN or infinities, by the leaf's name; inside a transform nothing can be checked."""
     for name, leaf in zip(paths(tree), optree.tree_leaves(tree)):
-        # zero times NaN or infinity is NaN, so that this sum shows it, several times faster than a mask
-        if is_hidden(leaf) or not bool(whole((leaf.detach() * 0).sum()).isnan()):
+        # no sum is finite where an entry is not, and it takes a fraction of the time of a look at every one
+        if is_hidden(leaf) or bool(whole(leaf.detach().sum()).isfinite()) or bool(leaf.isfinite().all()):
             continue
         kind = "NaN" if bool(leaf.isnan().any()) else "infinite"
         raise ValueError(

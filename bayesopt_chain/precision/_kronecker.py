@@ -85,7 +85,7 @@ class Kronecker(NamedTuple("_Kronecker", FACTORS + AMOUNTS), Precision):
 
         @cache  # leaves of one layer may share a factor
         def weighted(a: Tensor, b: Tensor) -> Tensor:
-            return a * self.weight.to(a) + b * other.weight.to(b)
+            return torch.addcmul(a * self.weight.to(a), b, other.weight.to(b))  # one matrix less than a sum
 
         diagonal = optree.tree_map(torch.add, self.diagonal, other.diagonal)
         left, right = (optree.tree_map(weighted, a, b) for a, b in zip(self[:2], other[:2]))
