@@ -142,7 +142,7 @@ def noise():
 
 @functools.cache
 def captured():
-    return bc.capture(STEP, params(), TX.init(params()), DATA[0], backend="eager", clone=True)
+    return bc.capture(STEP, params(), TX.init(params()), DATA[0], backend="eager")
 
 
 def heating():

@@ -94,7 +94,7 @@ def test_every_loop_takes_it_alike(kind):
         many = chains.init(tx, params)
         if not isinstance(kind(X, Y), Nested):  # whose weights are not stacked here
             torch.testing.assert_close(chains(params, many, kind(*data))[0], chains(params, many, data)[0])
-    fast = bc.capture(step, PARAMS, state, kind(X, Y), backend="eager", clone=True)
+    fast = bc.capture(step, PARAMS, state, kind(X, Y), backend="eager")
     assert same(fast(PARAMS, state, kind(X, Y))[:2], expected[:2])
     with pytest.raises(ValueError, match="capture: batch"):
         fast(PARAMS, state, kind(X[:5], Y[:5]))

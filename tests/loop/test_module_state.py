@@ -80,7 +80,7 @@ def test_a_captured_step_drops_and_normalises_as_the_eager_one():
         run_one = step if n is None else bc.parallel(step, n)
         params = params if n is None else stacked(n)
         state = step.init(params) if n is None else run_one.init(HOT, params)
-        fast = bc.capture(run_one, params, state, BATCH, backend="eager", clone=True)
+        fast = bc.capture(run_one, params, state, BATCH, backend="eager")
         assert_close(run(fast, params, state)[:2], run(run_one, params, state)[:2], rtol=1e-9)
 
 

@@ -548,7 +548,7 @@ def observe(
             step = replace(make_step(measured.stacked, tx, inplace=True, observe=watch.seen), loss=loss)
             if capture:
                 program = program or record_step(
-                    replace(step, observe=None), start, tx.init(start), target.one_batch(width), signatures=2
+                    replace(step, observe=None), start, tx.init(start), target.one_batch(width)
                 )
                 step = Interleaved(**{**vars(step), "watch": watch, "program": program})
             folder = None if path is None else Path(path) / f"chains-{number * width}"

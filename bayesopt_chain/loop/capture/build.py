@@ -52,7 +52,6 @@ _UNROLLED = checks.Kind(
     params=checks.ANY,
     steps=_UNROLLED,
     draws=checks.BOOL,
-    clone=checks.BOOL,
     backend=checks.one_of("cuda", "inductor", "eager").or_none(),
 )
 def capture(
@@ -64,9 +63,7 @@ def capture(
     steps: int = 1,
     batch_dim: int | None = None,
     draws: bool = False,
-    clone: bool = False,
     backend: Backend | None = None,
-    signatures: int = 1,
 ) -> Captured:
     """Record a step as a program with the same arguments and results, which runs without the step's Python code.
 
@@ -88,23 +85,22 @@ def capture(
         batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
             whole batch.
         draws: return the parameters after every step, stacked on axis 0, as ``info.draws``. Default: False.
-        clone: return copies. By default params and state *are static buffers, which the next call overwrites*, and only the
-            thread that calls the step first may call it.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``. Default: the first of these that this machine and the device of the
             parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program:
             the capture can take a minute, and pays for long runs of many small chains. Inductor times its kernels to choose
             among them, so nothing else should run on the device meanwhile.
-        signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
-            batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
     Returns:
-        A callable with the interface of the step. Temperatures and learning rates that are tensors or schedules may change
+        A callable with the interface of the step. The params and the state that it returns *are static buffers, which the next
+        call overwrites*: copy what you keep (``optree.tree_map(torch.clone, params)``). Only the thread that calls it first may
+        call it. A batch of another shape, such as a short last one, is refused; the step itself takes it,
+        ``fast.step(params, state, batch)``. Temperatures and learning rates that are tensors or schedules may change
         between calls without a new capture. A run can be continued exactly from the state that it returns, with the captured
         step or with the step itself.
 
     Raises:
         CaptureError: the step reads the value of a tensor as a Python number, branches on it, or makes shapes that depend on
-            values; at a later call, a module is in another mode, or a second thread calls without ``clone``.
+            values; at a later call, a module is in another mode, or a second thread calls.
         TypeError: an argument has a wrong type; params or state hold anything but dense tensors.
         ValueError: an argument is out of range; a later call has another structure, shape, dtype or device.
 
@@ -122,8 +118,6 @@ def capture(
             raise TypeError(f"capture: {name} holds a sparse tensor, whose memory cannot be kept: call its to_dense()")
     if batch_dim is not None and steps == 1:
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
-    if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:
-        raise ValueError(f"capture: signatures must be a whole number of at least 1, got {signatures!r}")
     # the caller's step is kept for ``Captured.step``; with epochs the program runs one of row numbers
     given, data = step, batch if isinstance(batch, Epochs) else None
     if data is not None:
@@ -132,34 +126,40 @@ def capture(
         step, batch, batch_dim = _by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _fastest_backend(body)
-    graphed = chosen == "cuda" or (chosen == "inductor" and _is_on_cuda(body))
+    return Captured(given, _recorded(step, body, chosen), chosen, data)
 
-    def recorded(body: Body) -> Program:
-        """Trace the step for one shape of batches, and make its replay."""
-        # blocks of lanes take the place of chunks, so that the step is traced without chunks first
-        modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
-        with modes.watching():
-            graph, closed_over = trace(together)
-        if chosen == "inductor" and lanes.suits(together, graph):
-            with suppress(CannotBeRecorded):
-                return Program(together, modes, Lanes(together, graph))
-        if together is not body:  # no lanes: the chunks save memory after all
-            graph, closed_over = trace(body)
-        if graphed:
-            check_devices(graph, body)
-        written = overwritten(graph, closed_over)
-        program: Callable[[list[Tensor]], Sequence[Tensor]]
-        if chosen == "inductor":
-            if graphed and lanes.are_small(body, graph):
-                lane_graph.products(graph)
-            program = Compiled(body, graph, closed_over)
-        elif chosen == "cuda":
-            program = Eager(body, _in_place(step))
-        else:
-            program = Interpreted(body, graph, closed_over)
-        return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
 
-    return Captured(given, recorded(body), chosen, clone, recorded, signatures, data)
+def _recorded(step: Callable, body: Body, backend: Backend) -> Program:
+    """Trace a step, and make its replay.
+
+    Args:
+        step: the step, which may update in place.
+        body: its pure form on flat lists of tensors.
+        backend: the backend.
+    """
+    graphed = backend == "cuda" or (backend == "inductor" and _is_on_cuda(body))
+    # blocks of lanes take the place of chunks, so that the step is traced without chunks first
+    modes, together = Modes(), lanes.unchunked(body) if backend == "inductor" else body
+    with modes.watching():
+        graph, closed_over = trace(together)
+    if backend == "inductor" and lanes.suits(together, graph):
+        with suppress(CannotBeRecorded):
+            return Program(together, modes, Lanes(together, graph))
+    if together is not body:  # no lanes: the chunks save memory after all
+        graph, closed_over = trace(body)
+    if graphed:
+        check_devices(graph, body)
+    written = overwritten(graph, closed_over)
+    program: Callable[[list[Tensor]], Sequence[Tensor]]
+    if backend == "inductor":
+        if graphed and lanes.are_small(body, graph):
+            lane_graph.products(graph)
+        program = Compiled(body, graph, closed_over)
+    elif backend == "cuda":
+        program = Eager(body, _in_place(step))
+    else:
+        program = Interpreted(body, graph, closed_over)
+    return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
 
 
 def _pure(step: Any) -> Callable:

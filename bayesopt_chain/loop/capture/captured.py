@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -58,10 +57,10 @@ class Modes:
 
 
 class Program(NamedTuple):
-    """The recording of a step for one shape of batches.
+    """The recording of a step.
 
     Attributes:
-        body: the step on flat lists of tensors. The bodies of all programs of a step share their static buffers.
+        body: the step on flat lists of tensors.
         modes: the train or eval mode of the modules that the step called.
         replay: runs the program: a function of the tensors of a batch that returns those of the report.
     """
@@ -74,10 +73,8 @@ class Program(NamedTuple):
 class Captured:
     """A captured step; made by :func:`capture` and called like the step.
 
-    All calls share one set of static buffers. With ``clone=True`` every call returns copies, and calls from several threads
-    wait for each other. With ``clone=False`` the buffers themselves are returned. A call from a second thread would overwrite
-    them while the first thread uses them, so that only the first thread that calls the step may call it, as long as that thread
-    is alive.
+    All calls share one set of static buffers, which they return. A call from a second thread would overwrite them while the
+    first thread uses them, so that only the first thread that calls the step may call it, as long as that thread is alive.
 
     Attributes:
         step: the step that was captured.
@@ -89,21 +86,14 @@ class Captured:
         step: Callable,
         program: Program,
         backend: Backend,
-        clone: bool,
-        record: Callable[[Body], Program],
-        signatures: int,
         data: Epochs | None = None,
     ) -> None:
         self.step = step
         self._data = data  # the epochs from which the step takes its batches, or None
         self.backend: Backend = backend
-        self._program = program  # the program of the last call
-        self._programs = [program]
-        self._record, self._signatures = record, signatures
-        self._clone = clone
-        self._lock = threading.Lock()
-        # the thread whose call is running; without clone, the only thread that may call
-        self._owner: threading.Thread | None = None
+        self._program = program
+        self._lock = threading.Lock()  # held during a call
+        self._owner: threading.Thread | None = None  # the only thread that may call
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         """Replay the step.
@@ -112,30 +102,26 @@ class Captured:
             params, state: trees with the structure, shapes, dtypes and devices that were captured. They are copied into the
                 static buffers, unless they are the trees that the last call returned.
             batch: the ``bc.epochs`` that was captured, whose position moves on. Otherwise a batch like the one that was
-                captured, or one with other lengths, if ``signatures`` allows it; the step is then recorded for these lengths
-                once.
+                captured.
 
         Returns:
-            ``(params, state, info)``. Parameters and state are the static buffers, which the next call overwrites, or with
-            ``clone=True`` copies of them. ``info`` is not overwritten.
+            ``(params, state, info)``. Parameters and state are the static buffers, which the next call overwrites. ``info`` is
+            not overwritten.
 
         Raises:
-            CaptureError: a module is in another mode than when the step was captured; a call is made during a call or, without
-                ``clone``, from a second thread.
+            CaptureError: a module is in another mode than when the step was captured; a call is made during a call, or from a
+                second thread.
             ValueError: an argument has another structure, shape, dtype or device.
         """
-        thread = threading.current_thread()
-        if self._owner is not thread:
-            self._refuse_second_thread(thread)
-        # the owner does not wait: a lock that it finds taken is that of its own call, which would never end
-        if not self._lock.acquire(blocking=self._clone and self._owner is not thread):
-            raise CaptureError("capture: the step is called from within a call of itself; capture one step for each")
+        if not self._lock.acquire(blocking=False):
+            raise CaptureError("capture: the step is called within a call of itself; capture one step for each")
         try:
-            self._owner = thread
+            thread = threading.current_thread()
+            if self._owner is not thread:
+                self._refuse_second_thread(thread)
+                self._owner = thread
             return self._run(params, state, batch)
         finally:
-            if self._clone:
-                self._owner = None
             self._lock.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -151,11 +137,10 @@ class Captured:
 
     def _refuse_second_thread(self, thread: threading.Thread) -> None:
         """Raise CaptureError if another living thread holds the static buffers."""
-        owner = self._owner
-        if not self._clone and owner is not None and owner.is_alive():
+        if self._owner is not None and self._owner.is_alive():
             raise CaptureError(
-                f"capture: this step returns its static buffers, and thread {owner.name!r} holds them; the call comes from "
-                f"{thread.name!r}. Capture one step for each thread, or capture with clone=True, for calls that take turns"
+                f"capture: this step returns its static buffers, and thread {self._owner.name!r} holds them; the call comes "
+                f"from {thread.name!r}. Capture one step for each thread"
             )
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
@@ -168,44 +153,16 @@ class Captured:
                     "which knows the position, or capture again"
                 )
             batch = rows_ahead(self._data, self._program.body.steps)
-        try:  # before parameters are copied in, so that a refused batch changes nothing
-            inputs = self._program.body.batch.tensors_of(batch)
-        except ValueError as err:
-            inputs = self._of_another_shape(batch, err)
         body = self._program.body
+        inputs = body.batch.tensors_of(
+            batch
+        )  # before parameters are copied in, so that a refused batch changes nothing
         body.params.copy_in(params, "params")
         body.state.copy_in(state, "state")
         info = body.info(self._program.replay(inputs))
         if self._data is not None:
             self._data.skip(body.steps)
-        made: Any = (body.params.as_tree(), body.state.as_tree())
-        if self._clone:
-            made = optree.tree_map(torch.clone, made)
-        return *made, info
-
-    def _of_another_shape(self, batch: Any, refusal: ValueError) -> list[Tensor]:
-        """Choose or record a program for a batch of another shape, and return the tensors of the batch.
-
-        Args:
-            batch: the batch, which the last program does not take.
-            refusal: the error of the last program.
-
-        Raises:
-            ValueError: the batch differs in more than lengths; ``refusal``, if ``signatures`` shapes were recorded.
-        """
-        for program in self._programs:
-            with suppress(ValueError):
-                inputs = program.body.batch.tensors_of(batch)
-                program.modes.check()
-                self._program = program
-                return inputs
-        body = self._program.body
-        if len(self._programs) >= self._signatures:
-            raise refusal
-        body.batch.checked(batch, lengths=False)
-        self._program = self._record(body.with_batch(batch))
-        self._programs.append(self._program)
-        return self._program.body.batch.tensors_of(batch)
+        return body.params.as_tree(), body.state.as_tree(), info
 
 
 def rows_ahead(data: Epochs, steps: int) -> Tensor:
