@@ -112,9 +112,7 @@ TORCHOPT: dict[str, Callable[[GradientTransformation, Mapping[str, Any]], Sequen
 }
 
 
-_NAME = checks.Kind(lambda x: x is None or isinstance(x, str), "a string, or None")
-
-
+@checks.takes(name=checks.TEXT.or_none())
 def with_response(
     link: GradientTransformation,
     response: Response,
@@ -160,7 +158,6 @@ def with_response(
         if isinstance(response, Decay)
         else ()
     )
-    _NAME("with_response: name", name)
     empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
     if empty or not all(map(math.isfinite, numbers)):
         raise ValueError(

@@ -178,8 +178,13 @@ class Parallel:
         return self.run is _stacked and self.rows is None
 
     def chain_axes(self, batch: Any) -> list[int | None]:
-        """Return the chain axis of every leaf of a batch; ``None`` for a leaf that all chains share."""
-        return _broadcast(self.batch_dim, batch)
+        """Return the chain axis of every leaf of a batch; ``None`` for a leaf that all chains share.
+
+        ``batch_dim`` is an axis for all leaves, or a prefix tree of axes.
+        """
+        if self.batch_dim is None or isinstance(self.batch_dim, int):
+            return [self.batch_dim if isinstance(x, Tensor) else None for x in batches.flatten(batch)[0]]
+        return batches.spread(self.batch_dim, batch)
 
     def mapped(self, change: Callable[[Callable], Callable]) -> Parallel:
         """Return the same chains with ``change(step)`` as the step of one chain."""
@@ -225,7 +230,7 @@ class Parallel:
                     f"parallel: params and state must be stacked for {self.n} chains on axis 0, got a leaf of {got}; use "
                     "bc.stack([...]) and chains.init(tx, params)"
                 )
-        dims = _broadcast(self.batch_dim, batch)
+        dims = self.chain_axes(batch)
         if self.rows is None and any([d is not None for d in dims]):
             self._require_axes(batch, dims)
         if self.rows is not None:
@@ -449,14 +454,6 @@ def _take(tree: Any, i: int | slice) -> Any:
     return optree.tree_map(lambda t: t[i], tree)
 
 
-def _broadcast(dims: Any, batch: Any) -> list[int | None]:
-    """Return the chain axis of every leaf of the batch, given an axis for all leaves or a prefix tree of axes."""
-    if dims is None or isinstance(dims, int):
-        leaves, _ = batches.flatten(batch)
-        return [dims if isinstance(x, Tensor) else None for x in leaves]
-    return batches.spread(dims, batch)
-
-
 @checks.takes(
     step=checks.FUNCTION,
     n=checks.WHOLE,
@@ -613,10 +610,9 @@ _FORKABLE = checks.Kind(
     "method fork() renews the key)",
     (Mapping,),
 )
-_MOST_FORKS = 1 << 24  # larger numbers are refused before copies fill the memory
 
 
-@checks.takes(state=_FORKABLE, n=checks.whole(1), generator=checks.GENERATOR)
+@checks.takes(state=_FORKABLE, n=checks.number("[1, 16777216]", integer=True), generator=checks.GENERATOR)
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
     """Copy a state for chains that draw different noise: each copy has the same velocities and averages, and a new key.
 
@@ -640,8 +636,6 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         >>> bool(a[1].key == b[1].key)
         False
     """
-    if n > _MOST_FORKS:
-        raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 
     def renewed(entry: Any) -> Any:
         """Copy a tensor, or an entry of the state with a new key."""

@@ -10,7 +10,7 @@ New parameters and states are copied into the static buffers at the end of the g
   into further buffers. The calls of the kernels of a small step are recorded, and a loop in C++ makes them for all steps of a
   call (:mod:`bayesopt_chain.loop.capture.kernels`). 256 chains or more of small matrices run in blocks, with the chains as the
   last axis in memory, each thread with blocks of its own (:mod:`bayesopt_chain.loop.capture.lanes`).
-* On a CPU without a C++ compiler the operations of the graph run one after the other. A warning says so once.
+* On a CPU without a C++ compiler the operations of the graph run one after the other, and a warning says so.
 
 With ``bc.epochs(...)`` the batch of a step is a tensor of row numbers, and ``data[rows]`` is an operation of the program, so
 that no batch is made outside of it.
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import optree
@@ -42,15 +41,11 @@ from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Inte
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.loop.step import Step
 
-_UNROLLED = checks.Kind(
-    lambda x: checks.WHOLE.fits(x) and x <= 1 << 16, "a whole number from 1 to 65536, of steps in one graph", (int,)
-)
-
 
 @checks.takes(
     step=checks.FUNCTION,
     params=checks.ANY,
-    steps=_UNROLLED,
+    steps=checks.number("[1, 65536]", integer=True),
     draws=checks.BOOL,
     backend=checks.one_of("cuda", "inductor", "eager").or_none(),
 )
@@ -214,19 +209,13 @@ def _is_on_cuda(body: Body) -> bool:
 
 
 def _fastest_backend(body: Body) -> Backend:
-    """Return the fastest backend for the device of the parameters; warn once if there is no C++ compiler."""
+    """Return the fastest backend for the device of the parameters; warn if there is no C++ compiler."""
     if _is_on_cuda(body):
         return "cuda"
     if compiler_found():
         return "inductor"
-    warn_of_no_compiler()
-    return "eager"
-
-
-@cache
-def warn_of_no_compiler() -> None:
-    """Say once in a process that a step which could be compiled is not."""
     checks.warn(
         "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX to a program, without "
         "arguments, which torch would take for a part of its name"
     )
+    return "eager"

@@ -114,12 +114,16 @@ class Captured:
             ValueError: an argument has another structure, shape, dtype or device.
         """
         if not self._lock.acquire(blocking=False):
-            raise CaptureError("capture: the step is called within a call of itself; capture one step for each")
+            raise CaptureError("capture: the step is called during another call of it; capture one step for each")
         try:
+            owner = self._owner
             thread = threading.current_thread()
-            if self._owner is not thread:
-                self._refuse_second_thread(thread)
-                self._owner = thread
+            if owner is not None and owner is not thread and owner.is_alive():
+                raise CaptureError(
+                    f"capture: this step returns its static buffers, and thread {owner.name!r} holds them; the call comes from "
+                    f"{thread.name!r}. Capture one step for each thread"
+                )
+            self._owner = thread
             return self._run(params, state, batch)
         finally:
             self._lock.release()
@@ -134,14 +138,6 @@ class Captured:
             "capture: a captured step is a program of this process, which can be neither copied nor pickled: copy the step "
             "that was captured (captured.step), and capture that again"
         )
-
-    def _refuse_second_thread(self, thread: threading.Thread) -> None:
-        """Raise CaptureError if another living thread holds the static buffers."""
-        if self._owner is not None and self._owner.is_alive():
-            raise CaptureError(
-                f"capture: this step returns its static buffers, and thread {self._owner.name!r} holds them; the call comes "
-                f"from {thread.name!r}. Capture one step for each thread"
-            )
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         """Copy the arguments into the static buffers, replay, and collect the results."""

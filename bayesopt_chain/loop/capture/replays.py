@@ -27,13 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from operator import is_
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _torch, checks
+from bayesopt_chain import checks
 from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.loop.capture.buffers import Body, require_as_captured
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
@@ -44,10 +43,28 @@ from bayesopt_chain.random.compiled import private_folder, temporary_folder
 from bayesopt_chain.version import __version__
 
 LARGE = 2**24  # bytes of the inputs of a step from which on Python takes a small part of it
-HELD = 0.02  # seconds for which Ctrl-C waits at most, beside the step that is running
+HELD = 64  # steps of recorded kernels for which Ctrl-C waits; to hold it back takes as long as a fifth of a small step
 
 
-class Compiled:
+class Interpreted:
+    """The graph of one step, run operation by operation, once for each step."""
+
+    def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
+        self.body, self.graph, self.closed_over = body, graph, closed_over
+
+    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call, and return the tensors of the report."""
+        body = self.body
+        with torch.no_grad():
+            return body.together([self.step(body.batch.of_step(batch, k)) for k in range(body.steps)])
+
+    def step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Make one step; gradients must be off."""
+        with uninterrupted():  # gradient and writes are one program
+            return self.graph(*self.body.static, *batch, *self.closed_over)
+
+
+class Compiled(Interpreted):
     """The graph of one step, compiled by inductor, and called once for each step.
 
     Inductor generates a function of the graph's inputs, possibly in another order. torch wraps it in functions for views,
@@ -64,7 +81,7 @@ class Compiled:
 
     Attributes:
         inputs: all inputs in the order of ``program``.
-        batch_at: for each tensor of a batch, its indices in ``inputs``.
+        batch_at: for each tensor of a batch, its indices in ``inputs``, of which inductor's function may take one twice.
         fills: functions that draw noise into some of the inputs before the program runs.
         program: the function that runs the step, given the inputs.
         order: which inputs, by their indices in the graph, the generated function takes, where it is called directly.
@@ -86,13 +103,13 @@ class Compiled:
             self.generated.append(compile_fx_inner(*args, **options))
             return self.generated[-1]
 
-        self.body = body
+        super().__init__(body, graph, closed_over)
         self.generated: list[Any] = []
         example = [  # new memory, since later batches share none with the static buffers either
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
-        self.closed_over, self.first = closed_over, [x.detach() for x in closed_over]
+        self.first = [x.detach() for x in closed_over]
         self.inputs, self.fills = [*body.static, *example, *closed_over], list[partial[None]]()
         on_cpu = all([x.device.type == "cpu" for x in self.inputs])
         if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
@@ -115,47 +132,30 @@ class Compiled:
         require_as_captured(self.closed_over, self.first)
         if self.kernels is not None:
             return self._by_kernels(self.kernels, batch)
-        graded = torch.is_grad_enabled()
-        _torch.set_grad_enabled(False)
-        try:
-            reports = list[Sequence[Tensor]]()
-            while len(reports) < self.body.steps:
-                # A program writes the static buffers, so that Ctrl-C has to wait for its end. To hold it back takes as long as
-                # a fifth of a small step, and is done once for as many steps as take HELD seconds.
-                with uninterrupted():
-                    end = perf_counter() + HELD
-                    for k in range(len(reports), self.body.steps):
-                        reports.append(self.step(self.body.batch.of_step(batch, k)))
-                        if perf_counter() > end:
-                            break
-            return self.body.together(reports)
-        finally:
-            _torch.set_grad_enabled(graded)
+        return super().__call__(batch)
 
     def _by_kernels(self, kernels: Kernels, batch: list[Tensor]) -> Sequence[Tensor]:
         """Make all steps of a call by the recorded kernels."""
-        body, done, many = self.body, 0, 1
+        body = self.body
         # a batch and its addresses stay alive as long as this call
         kept = [kernels.give(k, [*body.batch.of_step(batch, k), *self.closed_over]) for k in range(len(kernels.given))]
         reports = kernels.reports()
-        while done < body.steps:
+        for first in range(0, body.steps, HELD):
             with uninterrupted():
-                began = perf_counter()
-                kernels.run(done, end := min(done + many, body.steps))
-            # as many steps as take HELD seconds
-            many, done = max(1, int(HELD * (end - done) / (perf_counter() - began + 1e-9))), end
+                kernels.run(first, min(first + HELD, body.steps))
         del kept
         return reports
 
     def step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the program once; gradients must be off, and Ctrl-C held back."""
+        """Make one step; gradients must be off."""
         args = self.inputs.copy()
         for places, x in zip(self.batch_at, batch):
             for i in places:
                 args[i] = x
-        for fill in self.fills:
-            fill()
-        return self.program(args)
+        with uninterrupted():
+            for fill in self.fills:
+                fill()
+            return self.program(args)
 
     def _wrapped(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Call the program through torch's wrappers."""
@@ -164,10 +164,8 @@ class Compiled:
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Make the first call, through torch's wrappers, and choose the program of later calls."""
         self.program = self._wrapped
-        made: Any = self.generated[0] if len(self.generated) == 1 else None
-        function: Any = getattr(made, "current_callable", None)
-        if function is None:
-            return self.program(args)
+        (made,) = self.generated
+        function = made.current_callable
         handed: list = []
         returned: list = []
 
@@ -182,7 +180,7 @@ class Compiled:
             out = self.compiled(*args)
         finally:
             made.current_callable = function
-        # inductor's function may be called directly if it got each of our tensors itself, once, in some order
+        # inductor's function may be called directly if it got each of our tensors itself, in some order
         place = {id(x): i for i, x in enumerate(args)}
         order = [place.get(id(x), -1) for x in handed]
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
@@ -216,24 +214,6 @@ class Compiled:
         # what the kernels write between them may be much larger than the inputs, and stays as long as they do
         if self.kernels is not None and sum({x.data_ptr(): x.nbytes for x in self.kernels.kept[1]}.values()) > LARGE:
             self.kernels = None
-
-
-class Interpreted:
-    """The graph of one step, run operation by operation, once for each step."""
-
-    def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
-        self.body, self.graph, self.closed_over = body, graph, closed_over
-
-    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
-        """Make all steps of a call, and return the tensors of the report."""
-        body = self.body
-        with torch.no_grad():
-            return body.together([self._step(body.batch.of_step(batch, k)) for k in range(body.steps)])
-
-    def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the graph once."""
-        with uninterrupted():  # gradient and writes are one program
-            return self.graph(*self.body.static, *batch, *self.closed_over)
 
 
 class Eager:

@@ -384,15 +384,12 @@ def test_what_cannot_be_captured_is_named_with_its_line(bad, line, temperature):
         record(bad, bc.sgd(0.1, temperature=temperature), setup()[0], (), backend="eager")
 
 
-@pytest.mark.filterwarnings("error")
 def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
     monkeypatch.setattr(capture_module, "compiler_found", lambda: False)
-    capture_module.warn_of_no_compiler.cache_clear()
     params, batch = setup()
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         _, fast, _ = record(loss, bc.sgd(0.05), params, batch)
     assert fast.backend == "eager"
-    record(loss, bc.sgd(0.05), params, batch)
 
 
 @pytest.fixture
@@ -704,7 +701,7 @@ def test_a_call_within_a_call_is_refused():
     _, fast, params, state = captured()
     program = fast._program
     fast._program = program._replace(replay=lambda batch: fast(params, state, batch[0]))
-    with pytest.raises(bc.CaptureError, match="within a call of itself"):
+    with pytest.raises(bc.CaptureError, match="during another call of it"):
         fast(params, state, torch.ones(50))
     fast._program = program
     fast(params, state, torch.ones(50))  # what failed holds no lock
@@ -874,7 +871,7 @@ def test_a_row_out_of_range_is_an_error_of_python_and_the_next_batch_is_taken():
     params, tx = {"w": torch.arange(6.0)}, bc.sgd(0.1)
     step = bc.make_step(lambda p, rows: nn.functional.embedding(rows, p["w"].unsqueeze(-1)).square().sum(), tx)
     rows = torch.tensor([0, 5])
-    fast = bc.capture(step, params, tx.init(params), rows, clone=True)
+    fast = bc.capture(step, params, tx.init(params), rows)
     for _ in range(2):
         follow(step, fast, (params, tx.init(params)), [rows])
         with pytest.raises(RuntimeError, match="out of bounds"):
