@@ -87,7 +87,6 @@ def test_a_missing_package_is_named_before_anything_runs(package, extra, call, m
     "module, package",
     [
         ("sklearn", "sklearn"),
-        ("testing.fixtures", "pytest"),
         ("botorch", "botorch"),
     ],
 )
