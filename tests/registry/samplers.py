@@ -23,7 +23,6 @@ from tests.registry.dressings import (
 from tests.registry.transform import Order, Transform
 from tests.samplers.transfer import Probe
 
-NO_GRADIENT = ("updates_can_be_differentiated",)
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
 ON_PARTS = ("a_part_of_a_leaf_moves_as_in_the_whole",)
 NEEDS_EVERY_GRADIENT = (  # these leave a gradient out
@@ -303,8 +302,6 @@ SAMPLERS = (
     sampler(
         "lattice_walk",
         lambda t: bc.samplers.lattice_walk(0.05, temperature=t or 1.0),
-        skip=NO_GRADIENT,
-        why="its moves are signs",
     ),
     sampler(
         "mclmc",

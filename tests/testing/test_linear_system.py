@@ -2,11 +2,13 @@
 
 import copy
 
+import optree
 import pytest
 import torch
+from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import LAWS, NormalProbe, Unstable, assert_bitwise_equal
+from bayesopt_chain.testing import LAWS, NormalProbe, Unstable, _laws, assert_bitwise_equal
 from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
 
 K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
@@ -113,6 +115,14 @@ def test_draws_that_are_not_normal_are_refused(draw):
     more = (0.5, True) if draw is torch.dropout else ()
     with NormalProbe(), pytest.raises(TypeError, match="not a normal; only Gaussian noise"):
         draw(torch.full((3,), 0.5), *more)
+
+
+def test_a_link_that_cuts_half_of_the_graph_breaks_the_law_of_derivatives():
+    def update(grads, state, *, params=None, inplace=True):
+        return optree.tree_map(lambda g: g + g.detach(), grads), state
+
+    with pytest.raises(AssertionError, match="some of its graph is cut"):
+        _laws.updates_can_be_differentiated(lambda: GradientTransformation(lambda params: (), update))
 
 
 # The laws as a user's own tests take them: one test a law, and a broken one fails by its name
