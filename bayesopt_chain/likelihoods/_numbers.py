@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from typing import Any, Literal
 
 import torch
@@ -38,9 +39,11 @@ from torch.special import ndtr
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood, like
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import FEW, gamma_like, incomplete_beta, log_gamma, normal_nodes
+from bayesopt_chain.likelihoods._quadrature import FEW, NATS, gamma_like, incomplete_beta, log_gamma, normal_nodes
 
 LOG_2PI = math.log(2 * math.pi)
+SMALL, LARGE = -350.0, 700.0  # log deviations, the square of the first a number
+PAIRS_AT_ONCE = 2**16  # of nodes, whose numbers a cache holds
 
 
 class Normal(Likelihood):
@@ -75,20 +78,20 @@ class Normal(Likelihood):
     def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
         """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006).
 
-        With ``E|N(d, v)| = sqrt(2 v / pi) + h(d, v)`` the first terms of a pair, ``(a + b - sqrt(a^2 + b^2)) / sqrt(2 pi)`` of
-        deviations ``a <= b``, are a multiple of the smaller one: log variances may be far apart, and b no number.
+        With ``E|N(d, v)| = sqrt(2 v / pi) + h(d, v)`` the first terms of a pair of deviations a and b cancel but for
+        ``(a + b - c) / sqrt(2 pi)``, ``c^2 = a^2 + b^2``, which is ``2 a b / (a + b + c)`` and no more than the smaller one.
         """
         mean, log_variance = torch.broadcast_tensors(*(x.double() for x in self.pair(outputs)))
-        log_weights = log_weights.double()
-        weights = log_weights.exp()
-        found = torch.tensordot(weights, _beyond_deviation(targets - mean, log_variance), dims=1)
-        log_weights = log_weights.reshape(-1, *[1] * (mean.ndim - 1))
-        for w, m, r in zip(log_weights, mean, log_variance):  # one row of the S^2 pairs at a time
-            ratio = (-(r - log_variance).abs() / 2).exp()  # a / b
-            shares = (w + log_weights + torch.minimum(r, log_variance) / 2).exp()  # of a, which alone may be too large
-            smaller = (2 / math.pi) ** 0.5 * shares / (1 + ratio + (1 + ratio.square()).sqrt())
-            of_pair = _beyond_deviation(m - mean, torch.logaddexp(r, log_variance))
-            found = found + smaller.sum(0) - w.exp() * torch.tensordot(weights, of_pair, dims=1) / 2
+        weights, deviation = log_weights.double().exp(), (log_variance / 2).clamp(SMALL, LARGE).exp()
+        found = torch.tensordot(weights, _beyond_deviation(targets - mean, deviation), dims=1)
+        at_once = max(1, math.isqrt(PAIRS_AT_ONCE // max(1, mean[0].numel())))
+        parts = list(zip(*(x.split(at_once) for x in (weights, mean, deviation))))
+        for one, other in combinations_with_replacement(parts, 2):
+            (w, m, a), (v, n, b) = ([x[:, None] for x in one], other)
+            c = torch.hypot(a, b)
+            each = (2 / math.pi) ** 0.5 * (a * (b / (a + b + c))) - _beyond_deviation(m - n, c) / 2
+            of_pairs = torch.tensordot(w * v, each, dims=2)
+            found = found + (of_pairs if one is other else 2 * of_pairs)
         return found
 
 
@@ -201,10 +204,12 @@ class StudentT(Likelihood):
     def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
         mean = outputs.mean.double()  # variances of far nodes are no numbers in single precision
         spread = outputs.variance.reshape(mean.shape)
-        u, log_weights = (x.to(mean) for x in log_gamma(self.df / 2, points))
+        u, log_weights = (x.to(mean) for x in log_gamma(self.df / 2, NATS * (points - 1) / (FEW - 1)))
         log_noise = 2 * like(self.scale, mean).log() - u.reshape(-1, *[1] * mean.ndim)
+        nodes = _normals(mean, spread.double(), log_noise)
         moments = outputs.mean, self.variance(outputs.mean), spread
-        return Predictive(Normal(), _normals(mean, spread.double(), log_noise), log_weights, None, moments, points)
+        beyond = log_weights[0] - (nodes[0, ..., 1] + LOG_2PI) / 2  # wider Gaussians are lower everywhere
+        return Predictive(Normal(), nodes, log_weights, None, moments, beyond=beyond)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return StudentT(self.df, self.scale * factor**0.5), outputs
@@ -403,9 +408,7 @@ def _normals(mean: Tensor, spread: Tensor, log_noise: Tensor) -> Tensor:
     return torch.stack([mean.expand_as(log_variance), log_variance], -1)
 
 
-def _beyond_deviation(mean: Tensor, log_variance: Tensor) -> Tensor:
+def _beyond_deviation(mean: Tensor, deviation: Tensor) -> Tensor:
     """``E|X| - sqrt(2 v / pi)`` of Gaussians, between 0 and ``|E X|``."""
-    far = -math.log(torch.finfo(mean.dtype).tiny) / 2  # where squares are still numbers
-    deviation = (log_variance / 2).clamp(-far, far).exp()
     z = mean / deviation
     return (2 / math.pi) ** 0.5 * deviation * (-z.square() / 2).expm1() + mean * (z / 2**0.5).erf()

@@ -42,6 +42,7 @@ from bayesopt_chain.likelihoods._quadrature import (
     require_enough,
     root_by_eigenvectors,
 )
+from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import upcast
 
 AT_ONCE = 2**18  # outputs at which a score takes distribution functions or densities at once
@@ -163,6 +164,8 @@ class Predictive:
             they are known in closed form.
         points: of the one rule that such nodes are, whose answers must be those of every other point (``_quadrature.py``);
             else 0.
+        beyond: the logarithm of what nodes that go no further may have left out of a density at most, shaped like the targets;
+            ``None`` where nothing matters.
 
     Example:
         >>> import torch
@@ -189,6 +192,7 @@ class Predictive:
     mean_entropy: Tensor | None = None
     moments: tuple[Tensor, Tensor, Tensor] | None = None
     points: int = 0
+    beyond: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outputs", upcast(self.outputs))
@@ -515,7 +519,11 @@ class Predictive:
             near = each - each.amax(0) + log_weights  # weights would be lost beside densities of -1e20
             of_half = near[::2].logsumexp(0) - log_weights[::2].logsumexp(0)
             require_enough(torch.ones_like(of_half), (of_half - near.logsumexp(0)).exp(), 0)
-        return (each + log_weights).logsumexp(0)
+        found = (each + log_weights).logsumexp(0)
+        least = found.detach() + math.log(torch.finfo(found.dtype).eps)
+        if self.beyond is not None and not is_hidden(found) and bool((self.beyond > least).any()):
+            raise TooFew
+        return found
 
     @at_nodes
     def _below(self, values: Tensor) -> Tensor:

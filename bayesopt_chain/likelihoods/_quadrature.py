@@ -1,7 +1,7 @@
 r"""Means over Gaussian outputs: nodes and weights, so that an expectation is a weighted sum.
 
     one output      m + sd sinh(u), trapezoidal rule on n points of u      weights exp(-sinh(u)^2 / 2) cosh(u)
-    log of gamma    u, trapezoidal rule on n points                         weights exp(a (u - e^u)) for the shape a
+    log of gamma    u, trapezoidal rule as far as is asked                  weights exp(a (u - e^u)) for the shape a
     K outputs       m +- A z_s, z_s a scrambled Sobol sequence turned normal, A A^T = S
 
 The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so
@@ -68,8 +68,8 @@ FEW, MANY = 129, 2**20 + 1  # points of the trapezoidal rule: to begin with, and
 AGREE, LEAST = 1e-5, 1e-7  # of the answer, and of a unit: how close a rule has to be to that of every other point
 PAIRS = 128  # antithetic pairs of Sobol points
 NEAR, REACH = 10.0, 36.0  # standard deviations at which float32 and float64 still have normal products of weights
-NATS = 45.0  # by which a gamma density falls from its mode to its first and last nodes
-FAR, FAR_NATS = 1e3, 1e4  # the same two, for targets far out
+FAR = 1e3  # the same, for targets far out
+NATS = 45.0  # by which a gamma density falls from its mode to its first and last nodes, to begin with
 LEAST_LOG = 700.0  # beyond which the squares of numbers are none
 UNLIKELY = -100.0  # log weight of a node at which a likelihood may overflow
 
@@ -103,11 +103,16 @@ def fine_grid(points: int = FEW, reach: float = REACH) -> tuple[Tensor, Tensor]:
 
 
 @constant
-def log_gamma(shape: float, points: int = FEW) -> tuple[Tensor, Tensor]:
-    """Nodes of ``log W`` and logarithms of weights, ``[points]`` each, float64, for W of a gamma distribution of mean 1."""
-    nats = (FAR_NATS if points > 4 * FEW else NATS) / shape  # heavy tails need a few more points before a wider reach
-    reach = nats + (2 * nats) ** 0.5  # e^u - 1 - u is nats or more at both ends
-    u = torch.linspace(-min(reach, LEAST_LOG), math.log1p(reach), points, dtype=torch.float64, device="cpu")
+def log_gamma(shape: float, nats: float) -> tuple[Tensor, Tensor]:
+    """Nodes of ``log W`` and logarithms of weights, ``[points]`` each, float64, for W of a gamma distribution of mean 1.
+
+    They are as close as the last digit asks, ``pi / 2`` being how far from the real line weights are analytic and small, and
+    reach to where the density has fallen by as many nats.
+    """
+    reach = nats / shape + (2 * nats / shape) ** 0.5  # e^u - 1 - u is as many nats, or more, at both ends
+    low, high = -min(reach, LEAST_LOG), math.log1p(reach)
+    points = 1 + math.ceil(4 * (high - low) * (1 + shape / 8) ** 0.5)
+    u = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     return u, (shape * (u - u.expm1())).log_softmax(0)
 
 

@@ -678,6 +678,22 @@ def test_noise_far_narrower_than_the_outputs_and_targets_far_from_all_of_them_ar
     assert found[1].item() == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("df", "variance", "y", "wanted"),
+    [
+        (1.0, 10.0, 33.166247903553995, -8.120570451425504),
+        (4.0, 0.1, 1.0488088481701516, -1.5694930893318038),
+        (20.0, 1e8, 10000000.05, -307.9560222379939),
+        (50.0, 1e4, 3000.1499962501875, -307.92605460024413),
+        (1e9, 1.0, 5.656854249492381, -9.265512105797146),
+    ],
+)
+def test_densities_of_student_t_are_right_to_the_last_digits_however_far_targets_are(df, variance, y, wanted):
+    """In extended precision on 60,001 points: where the Gaussian of the outputs makes the density, and where heavy tails do."""
+    predictive = likelihoods.student_t(df).predictive(torch.zeros(1, 1), torch.tensor([[variance]]))
+    assert predictive.log_prob(torch.tensor([[y]])).item() == pytest.approx(wanted, rel=1e-14)
+
+
 @pytest.mark.parametrize("mean", [2.7, 1e4, 1e6, 1e8])
 def test_log_densities_of_large_counts_in_single_precision_are_scipys(mean):
     """They are differences of terms as large as y log y, of a dispersion of 10^6 also where counts are small."""
