@@ -472,7 +472,6 @@ INNER = {
         "whitened",
         "losses",
         "factors",
-        "empirical_factors",
         "sampled_factors",
         "gradient",
         "weights",

@@ -211,7 +211,7 @@ def empirical_fisher(
     """
 
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
-        return Explicit(likelihood.empirical_factors(outputs, labels))
+        return Explicit(likelihood.gradient(outputs, labels)[None])
 
     return Estimator(
         forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis, diagonal_above), targets, likelihood

@@ -780,7 +780,7 @@ class Likelihood(ABC):
         return root.part(0, root.columns)
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        """The gradient of :meth:`nll` in the outputs.
+        """The gradient of :meth:`nll` in the outputs: the empirical Fisher's single factor.
 
         Args:
             outputs: ``[B, *event]``.
@@ -799,27 +799,6 @@ class Likelihood(ABC):
             tensor([ 0.5000, -0.5000])
         """
         return slope(lambda f: self.nll(f, targets).sum(), outputs)
-
-    def empirical_factors(self, outputs: Tensor, targets: Any) -> Tensor:
-        """The empirical Fisher's single factor: the gradient at the observed targets.
-
-        Args:
-            outputs: ``[B, *event]``.
-            targets: as for :meth:`nll`.
-
-        Returns:
-            ``[1, B, *event]``.
-
-        Raises:
-            ValueError: as :meth:`require`.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> likelihoods.bernoulli().empirical_factors(torch.zeros(2), torch.tensor([0.0, 1.0]))
-            tensor([[ 0.5000, -0.5000]])
-        """
-        return self.gradient(outputs, targets)[None]
 
     def sampled_factors(
         self, outputs: Tensor, targets: Any, samples: int, generator: torch.Generator | None = None

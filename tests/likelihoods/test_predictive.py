@@ -501,7 +501,7 @@ def test_exact_factors_are_a_root_of_the_hessian_and_the_empirical_one_is_the_gr
     root, rows = likelihood.root(outputs, targets), factors.reshape(-1, outputs.shape[-1])
     assert not event or torch.allclose(root.gram(), rows.mT @ rows)
     gradient = torch.func.grad(lambda f: likelihood.nll(f, targets).sum())(outputs)
-    assert torch.allclose(likelihood.empirical_factors(outputs, targets)[0], gradient, atol=1e-14)
+    assert torch.allclose(likelihood.gradient(outputs, targets), gradient, atol=1e-14)
 
 
 @pytest.mark.slow
@@ -769,9 +769,9 @@ def test_ignored_labels_are_left_out_of_fishers_gradients_and_filters():
     forward, params, _ = bc.make_functional(module)
     likelihood, outputs = likelihoods.categorical(), forward(params, (ids, None))
     torch.testing.assert_close(likelihood.nll(outputs, labels), likelihood.nll(outputs[:, :4], labels[:, :4]))
-    factor = likelihood.empirical_factors(outputs, labels)
-    assert not factor[:, :, 4:].any()
-    torch.testing.assert_close(factor[:, :, :4], likelihood.empirical_factors(outputs[:, :4], labels[:, :4]))
+    factor = likelihood.gradient(outputs, labels)
+    assert not factor[:, 4:].any()
+    torch.testing.assert_close(factor[:, :4], likelihood.gradient(outputs[:, :4], labels[:, :4]))
     nothing = torch.full_like(labels, -100)
     fisher = bc.curvature.fisher(forward, likelihood, "diagonal", generator=torch.Generator().manual_seed(0))
     assert all(not leaf.any() for leaf in fisher(params, (ids, nothing)).diag().values())
@@ -907,8 +907,8 @@ test_it_is_refused_by_name = refused(
             r"not positive semidefinite.*output_hessian",
         ),
         (lambda: custom(mixing).factors(torch.eye(3), torch.zeros(3, 3)), ONE_EACH),
-        (lambda: custom(mixing).empirical_factors(torch.eye(3), torch.zeros(3, 3)), ONE_EACH),
-        (lambda: custom(averaged).empirical_factors(torch.eye(3), torch.zeros(3, 3)), "one loss a datum"),
+        (lambda: custom(mixing).gradient(torch.eye(3), torch.zeros(3, 3)), ONE_EACH),
+        (lambda: custom(averaged).gradient(torch.eye(3), torch.zeros(3, 3)), "one loss a datum"),
         (
             lambda: CLASSES.nll(LOGITS, torch.tensor([0, -1])),
             r"class numbers from 0 .or ignore_index=-100., such as -1",

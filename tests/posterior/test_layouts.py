@@ -72,8 +72,7 @@ def test_a_likelihood_of_any_layout_is_that_of_classes_on_the_last_axis(axis, ev
     y = torch.randint(3, moved.shape[:-1])
     y[0, 0] = -100
     torch.testing.assert_close(any_axis.losses(f, y), plain.losses(moved, y))
-    for name in ("gradient", "empirical_factors"):
-        torch.testing.assert_close(getattr(any_axis, name)(f, y).movedim(axis, -1), getattr(plain, name)(moved, y))
+    torch.testing.assert_close(any_axis.gradient(f, y).movedim(axis, -1), plain.gradient(moved, y))
     root, other = any_axis.root(f, y), plain.root(moved, y)
     weights = torch.randn(4, root.columns)
     torch.testing.assert_close(any_axis.factors(f, y).movedim(axis, -1), plain.factors(moved, y))
