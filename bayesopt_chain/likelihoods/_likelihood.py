@@ -587,10 +587,10 @@ class Likelihood(ABC):
             scale: a positive number or a 0-d tensor.
 
         Returns:
-            A new likelihood; itself for a scale of 1.
+            A new likelihood.
 
         Raises:
-            ValueError: a scale other than 1 of a likelihood without Gaussian noise of known variance.
+            ValueError: a likelihood without Gaussian noise of known variance; see :attr:`has_noise_scale`.
 
         Example:
             >>> import torch
@@ -598,8 +598,6 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(1.0).scaled(4.0).variance(torch.zeros(1, 1))
             tensor([[0.2500]])
         """
-        if not (isinstance(scale, Tensor) and (is_hidden(scale) or scale.numel() != 1)) and float(scale) == 1:
-            return self
         raise ValueError(f"a {self.name} likelihood has no noise to scale: leave likelihood_scale at 1")
 
     def whitened(self, outputs: Tensor, targets: Any) -> Tensor:

@@ -211,18 +211,17 @@ TERMS, TINY = 4000, 1e-300
 
 
 @torch.no_grad()
-def incomplete_beta(a: Tensor, b: Tensor, x: Tensor, rest: Tensor | None = None) -> Tensor:
+def incomplete_beta(a: Tensor, b: Tensor, x: Tensor, rest: Tensor) -> Tensor:
     """``I_x(a, b)`` for ``0 <= x <= 1`` and positive a, b, elementwise, in float64; it is not differentiated.
 
-    ``rest`` is ``1 - x``, where that is known better than by subtraction.
+    ``rest`` is ``1 - x``, which may be known better than by subtraction.
 
     Example:
         >>> import torch
         >>> from bayesopt_chain.likelihoods._quadrature import incomplete_beta
-        >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5))
+        >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.5))
         tensor(0.6875, dtype=torch.float64)
     """
-    rest = 1 - x if rest is None else rest
     a, b, x, y = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in (a, b, x, rest)))
     is_far = x > (a + 1) / (a + b + 2)
     a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)

@@ -230,7 +230,7 @@ def test_sobol_means_have_the_derivatives_of_their_values():
 def test_the_incomplete_beta_function_is_scipys():
     a, b, x = (10 ** (6 * torch.rand(500) - 2)), (10 ** (6 * torch.rand(500) - 2)), torch.rand(500)
     wanted = torch.from_numpy(special.betainc(a.numpy(), b.numpy(), x.numpy()))
-    torch.testing.assert_close(incomplete_beta(a, b, x), wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(incomplete_beta(a, b, x, 1 - x), wanted, rtol=0, atol=1e-10)
 
 
 def test_a_custom_loss_has_a_predictive_density():
