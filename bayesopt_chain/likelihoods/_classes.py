@@ -119,7 +119,7 @@ class Categorical(OneOfSeveral):
         together = (log_p - math.log(count)).movedim(-1, self.axis)[None]
         return replace(self.mixture(together), mean_entropy=entropy / count)
 
-    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False, draws: Tensor | None = None) -> None:
         if (
             self.axis == -1
             and isinstance(targets, Tensor)
@@ -130,7 +130,7 @@ class Categorical(OneOfSeveral):
                 f"the categorical likelihood got targets {tuple(targets.shape)} for outputs {tuple(outputs.shape)}, whose "
                 f"classes stand on the axis behind the data: pass likelihoods.categorical(axis={1 - outputs.ndim})"
             )
-        super().require(outputs, targets, wait=wait)
+        super().require(outputs, targets, wait=wait, draws=draws)
         if (
             wait
             and not is_hidden(outputs)

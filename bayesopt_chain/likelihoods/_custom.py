@@ -41,6 +41,17 @@ from bayesopt_chain.trees import spectral
 Loss = Callable[[Tensor, Any], Tensor]
 
 
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions look at no arguments and values, which may be inside a transformation."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 @dataclass(frozen=True, eq=False)
 class Custom(Likelihood):
     """See :func:`custom`: the Hessian in the outputs is that of the loss at the observed targets, unless one is given."""
@@ -88,7 +99,7 @@ class FromLoss(Custom):
     def grouping(self, event: torch.Size) -> Grouping:
         return Grouping((), event.numel())
 
-    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False, draws: Tensor | None = None) -> None:
         """Targets are whatever the loss takes; a loss that mixes data is refused, on every device."""
         if outputs.ndim == 0 or outputs.shape[0] == 0:
             raise ValueError(f"the custom likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
@@ -122,10 +133,10 @@ class FromDistribution(Custom):
 
     distribution: Callable[[Tensor], Distribution]
 
+    @_unvalidated()
     def at(self, outputs: Tensor) -> Distribution:
         """The distribution of targets given outputs; targets are checked by :meth:`require`."""
-        with _unvalidated():
-            return self.distribution(outputs)
+        return self.distribution(outputs)
 
     def grouping(self, event: torch.Size) -> Grouping:
         seen = self.at(torch.zeros(1, *event, device="cpu"))
@@ -141,10 +152,13 @@ class FromDistribution(Custom):
     def require_values(self, outputs: Tensor, targets: Tensor) -> None:
         if not is_hidden(outputs):
             support: Any = self.at(outputs.detach()).support
-            self._refuse(~(support.check(targets) & targets.isfinite()), targets, f"in the support, {support}")
+            of_each = (support.check(targets) & targets.isfinite()).reshape(-1, *targets.shape)
+            self._refuse(~of_each.any(0), targets, f"in the support, {support}")
 
+    @_unvalidated()
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
-        return self.at(outputs).log_prob(targets)
+        known: Any = self.at(outputs)  # of which some say nothing of values outside their support
+        return torch.where(known.support.check(targets), known.log_prob(targets), -torch.inf)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self.at(outputs).mean
@@ -160,11 +174,11 @@ class FromDistribution(Custom):
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             return self.at(outputs).sample()
 
+    @_unvalidated()  # of a transformed distribution the base's support is narrower, by rounding
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         low, high, _ = self._support(outputs)
         try:
-            with _unvalidated():  # of a transformed distribution the base's support is narrower, by rounding
-                found = self.at(outputs).cdf(torch.maximum(torch.minimum(values, high), low))
+            found = self.at(outputs).cdf(torch.maximum(torch.minimum(values, high), low))
         except NotImplementedError:
             raise ValueError(
                 f"torch's {type(self.at(outputs)).__name__} has no cdf, so that predictions have a density, moments and draws, "
@@ -254,17 +268,6 @@ def semidefinite_root(hessian: Tensor, name: str) -> Tensor:
     return vectors * values.clamp_min(0).sqrt()[..., None, :]
 
 
-@contextmanager
-def _unvalidated() -> Iterator[None]:
-    """Distributions made inside do not look at their arguments, which may be inside a transformation."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
 @dataclass(frozen=True, eq=False)
 class Weighted(Likelihood):
     """See :func:`weighted`."""
@@ -296,11 +299,11 @@ class Weighted(Likelihood):
     def labels(self, targets: Any) -> Any:
         return self.inner.labels(self._parts(targets)[0])
 
-    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False, draws: Tensor | None = None) -> None:
         labels, weights = self._parts(targets)
         if is_readable(weights) and not bool((weights.isfinite() & (weights >= 0)).all()):
             raise ValueError("weighted: weights must be finite and not negative; leave a target out by the weight 0")
-        self.inner.require(outputs, labels, wait=wait)
+        self.inner.require(outputs, labels, wait=wait, draws=draws)
 
     def _parts(self, targets: Any) -> tuple[Tensor, Tensor]:
         """The targets and the weight of each; those of weight 0 are replaced by another one, which no support excludes."""

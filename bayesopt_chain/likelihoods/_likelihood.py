@@ -516,7 +516,7 @@ class Likelihood(ABC):
         """Raise for targets of a value that they cannot have; called where values can be read.
 
         Args:
-            outputs: ``[B, *event]``.
+            outputs: ``[*lead, B, *event]``, of which one set is enough at which the value is possible.
             targets: of :meth:`labels`, ``[B, *positions]``. By default they must lie in :attr:`support`.
 
         Raises:
@@ -647,7 +647,7 @@ class Likelihood(ABC):
         weights = self.weights(targets)
         return values if weights is None else torch.where(weights != 0, values * weights.to(values.dtype) ** power, 0)
 
-    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False, draws: Tensor | None = None) -> None:
         """Raise for targets that the outputs or the likelihood cannot have.
 
         Args:
@@ -655,6 +655,8 @@ class Likelihood(ABC):
             targets: as for :meth:`nll`.
             wait: whether to look at values on a device that has to be waited for. Default: False, values are checked on the
                 CPU alone.
+            draws: of the outputs, ``[S, B, *event]``: a value is refused that is possible at none of them. Default: at
+                ``outputs``.
 
         Raises:
             ValueError: another shape, an empty batch, or values such as NaN, -1 for a yes-or-no target or 3.5 for a count.
@@ -683,7 +685,7 @@ class Likelihood(ABC):
                     f"reshape the {what} (broadcasting would mix data)"
                 )
         if is_readable(labels) or (wait and not is_hidden(labels)):
-            self.require_values(outputs, labels)
+            self.require_values(outputs if draws is None else draws, labels)
 
     @checks.takes()
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:

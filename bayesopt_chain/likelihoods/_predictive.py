@@ -506,7 +506,8 @@ class Predictive:
 
     def _weighted(self, question: Callable[[Any], Tensor], targets: Any) -> Tensor:
         """What is asked of targets, each times its weight."""
-        self.likelihood.require(self._first, targets, wait=True)
+        draws = None if isinstance(self.outputs, Outputs) else self.outputs
+        self.likelihood.require(self._first, targets, wait=True, draws=draws)
         return self.likelihood.counted(question(self.likelihood.labels(targets)), targets)
 
     @at_nodes

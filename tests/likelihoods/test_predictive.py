@@ -159,7 +159,7 @@ def test_scores_of_log_variances_far_apart_are_not_lost_in_the_largest():
     assert draws.crps(torch.zeros(1, 1)).item() == pytest.approx(of_larger / 4, rel=1e-13)
 
 
-def test_quantiles_need_no_mean_and_look_for_values_in_the_supports_of_all_draws():
+def test_quantiles_need_no_mean_and_values_are_looked_for_in_the_supports_of_all_draws():
     """A mixture of two Cauchys, symmetric about its median; one of uniforms on (2, 4) and (-1, 1)."""
     cauchy = likelihoods.custom(distribution=lambda f: D.Cauchy(f, torch.ones_like(f)))
     found = cauchy.mixture(torch.tensor([[[0.0]], [[3.0]]], dtype=torch.float64)).quantile(0.5)
@@ -169,6 +169,12 @@ def test_quantiles_need_no_mean_and_look_for_values_in_the_supports_of_all_draws
     )
     assert mixed.quantile(0.3).item() == pytest.approx(0.2, abs=1e-6)
     assert mixed.crps(torch.full((1, 1), 3.0)).item() == pytest.approx(5 / 6, abs=1e-5)
+    at = torch.tensor([0.0, 3.0, 5.0])[:, None, None]
+    assert mixed.log_prob(at[0]).exp().item() == mixed.log_prob(at[1]).exp().item() == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="1 of 1 targets that are not in the support"):
+        mixed.log_prob(at[2])
+    tails = likelihoods.custom(distribution=lambda f: D.Pareto(f, torch.ones_like(f))).mixture(at[1:])
+    assert tails.log_prob(torch.full((1, 1), 4.0)).exp().item() == pytest.approx(3 / 32)
 
 
 @pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
