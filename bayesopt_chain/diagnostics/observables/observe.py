@@ -71,6 +71,7 @@ from bayesopt_chain.trees import paths
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
 LOOK = 10  # products of the Hessian in a look at the curvature on the way
 DRIFT = 4.5  # errors
+HELD = 2**25  # numbers of a chain's draws that are kept for covariances
 RESERVED = ("loss", "virial", "virial by leaf", "virial of stiff", "virial of spring", "noise")
 
 
@@ -521,12 +522,14 @@ def observe(
             shift = {name: f(fill(centre)) for name, f in of.items()}
         for name, x in shift.items():
             _FOUND(f"observe: of[{name!r}], at params,", x)
-        if width > 1 and (why := target.unmapped(width, of)):
-            if at_once is not None:
-                raise ValueError(
-                    f"observe: at_once={at_once}: vmap refuses loss or an observable ({why}); pass at_once=1"
-                )
-            width = 1
+        held = sum(shift[name].numel() for name in {*wanted} & {*shift})
+        if held * (steps - burn_in) > HELD * thinning:
+            raise ValueError(
+                f"observe: the draws of {held} entries that covariances need would take more than 256 MiB a chain; take "
+                f"thinning={held * (steps - burn_in) // HELD + 1} or more, or observables of fewer entries"
+            )
+        if width > 1:
+            target.require_mapped(width, of)
         settings = _settings(path, target, (width, max(40, burn_in // 4), steps - burn_in, lr, momentum))
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
         program: Any = None

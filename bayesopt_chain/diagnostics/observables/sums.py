@@ -1,8 +1,6 @@
 r"""Means and covariances of observables along chains, with their Monte Carlo errors.
 
-Means come from sums that do not grow with the run, covariances from the draws of the two observables. Where these would take
-more than 256 MiB a chain, every second of them is dropped, and of the later ones as many are kept: successive draws are so
-alike that a thousand of them know a covariance nearly as well as all.
+Means come from sums that do not grow with the run, covariances from the draws of the two observables.
 
 Let ``y_ct``, ``x_ct`` be two observables (vectors) at draw ``t`` of chain ``c``, minus their values at the centre of the
 run, a shift that keeps the sums accurate. Draws are summed over ``B`` successive blocks of ``L`` draws; ``B`` is between
@@ -43,10 +41,6 @@ SHORTEST = 8  # draws of a block
 BLOCKS = 16  # at least, and fewer than twice as many, once there are so many
 AT_ONCE = 2**12  # entries of a covariance whose errors are computed together
 SMALL = 16  # entries of an observable up to which all of its draws are kept
-HELD, LEAST = (
-    2**25,
-    256,
-)  # numbers of a chain's draws of larger ones that are kept, and draws that are kept all the same
 
 
 class Estimate(NamedTuple):
@@ -90,18 +84,16 @@ class Record:
 
     Attributes:
         count, length: draws of each chain, and of a block.
-        stride: of observables with more entries every how many-th draw is kept.
         shapes: of each observable, by name.
         sums: by name over each block ``[C, m]``, minus the shift; the last block is being filled.
         traces: for each name of which draws are kept, these ``[C, m]``, minus the shift.
     """
 
     def __init__(self, chains: int, shift: Mapping[str, Tensor], kept: Sequence[str]) -> None:
-        self.chains, self.count, self.length, self.stride = chains, 0, SHORTEST, 1
+        self.chains, self.count, self.length = chains, 0, SHORTEST
         self.shift = {name: x.double() for name, x in shift.items()}
         self.shapes = {name: tuple(x.shape) for name, x in shift.items()}
         self.kept = [name for name, x in shift.items() if name in kept or x.numel() <= SMALL]
-        self.wide = [name for name in self.kept if self.shift[name].numel() > SMALL]
         self.sums = {name: [x.new_zeros(chains, x.numel())] for name, x in self.shift.items()}
         self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
 
@@ -116,13 +108,9 @@ class Record:
                 )
             off = x.double() - shift
             self.sums[name][-1] = self.sums[name][-1] + off
-            if name in self.traces and (name not in self.wide or self.count % self.stride == 0):
+            if name in self.traces:
                 self.traces[name].append(off)
         self.count += 1
-        held = sum([self.shift[name].numel() for name in self.wide]) * (self.count // self.stride)
-        if held > HELD and self.count >= 2 * LEAST * self.stride:
-            self.stride *= 2
-            self.traces |= {name: self.traces[name][::2] for name in self.wide}
         if self.count % self.length == 0:
             self.sums = {name: [*x, torch.zeros_like(x[-1])] for name, x in self.sums.items()}
         if self.count == 2 * BLOCKS * self.length:
@@ -138,9 +126,9 @@ class Record:
         return self._draws(name) + self.shift[name].reshape(-1)
 
     def _draws(self, name: str) -> Tensor:
-        """The same minus the shift, at draws of which all observables are kept."""
+        """The same minus the shift."""
         self._require(name, self.kept, "draws are kept")
-        return torch.stack(self.traces[name], 1)[:, :: 1 if name in self.wide else self.stride]
+        return torch.stack(self.traces[name], 1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -159,12 +147,11 @@ class Record:
     def covariance(self, a: str, b: str) -> Estimate:
         """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
         y, x = (draws - draws.mean((0, 1)) for draws in map(self._draws, (a, b)))
-        count, length = y.shape[1], max(1, self.length // self.stride)
-        by_chain = y.mT @ x / count  # [C, m, n]
-        parts = (z[:, : count - count % length].split(length, 1) for z in (y, x))
-        blocks = torch.stack([(u.mT @ v).mean(0) / length for u, v in zip(*parts)])
+        by_chain = y.mT @ x / self.count  # [C, m, n]
+        parts = (z[:, : self.count - self.count % self.length].split(self.length, 1) for z in (y, x))
+        blocks = torch.stack([(u.mT @ v).mean(0) / self.length for u, v in zip(*parts)])
         error, agree = _error(blocks[:, None], by_chain)
-        shape, n = (*self.shapes[a], *self.shapes[b]), count * self.chains
+        shape, n = (*self.shapes[a], *self.shapes[b]), self.count * self.chains
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
 
@@ -187,7 +174,6 @@ class Record:
             "kept": self.kept,
             "count": self.count,
             "length": self.length,
-            "stride": self.stride,
             "sums": {name: torch.stack(x, 1) for name, x in self.sums.items()},
             "traces": {name: torch.stack(x, 1) for name, x in self.traces.items() if x},
         }
@@ -204,7 +190,7 @@ class Record:
                 f"observe: this path holds a run whose {wrong[0]} of observables are {state[wrong[0]]}, and here they are "
                 f"{mine[wrong[0]]}; give the same observables in the same order, or another path"
             )
-        self.count, self.length, self.stride = (state[key] for key in ("count", "length", "stride"))
+        self.count, self.length = state["count"], state["length"]
         self.sums = {name: [*x.unbind(1)] for name, x in state["sums"].items()}
         self.traces = {name: [] for name in self.kept} | {name: [*x.unbind(1)] for name, x in state["traces"].items()}
 
