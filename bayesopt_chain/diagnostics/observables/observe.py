@@ -168,7 +168,7 @@ class Observed:
         limit: the share of the stability limit that it is, at the steepest point where a chain was seen.
         reference: the loss at the start, over all data, each once.
         fall: by how much a step down the gradient from there lowers the loss at least, over ``temperature``.
-        gradients: of one chain that were spent, pilots and looks at the curvature included.
+        gradients: of one chain that were spent at most, pilots and looks at the curvature included.
         relaxation: steps in which a flat direction forgets where it was; infinite without a spring.
         heat: what independent batches with the noise that was seen on the way add to the learning coefficient, with its error.
         burn_in, thinning: numbers of steps.

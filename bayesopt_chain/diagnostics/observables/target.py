@@ -56,7 +56,7 @@ from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.run import ResumableBatches
 from bayesopt_chain.samplers.langevin import sghmc
-from bayesopt_chain.trees import first, flatten, paths, unflatten
+from bayesopt_chain.trees import flatten, paths
 
 
 class Restricted(NamedTuple):
@@ -353,19 +353,13 @@ class Target:
         return lanczos(product, self.centre, min(most, self.free), max_products=PRODUCTS)[1]
 
 
-def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> float:
-    """The largest absolute eigenvalue of the Hessian where any chain is, by power iteration: from below."""
-    product, like = product_of(stacked, params, [batch]), params if stacked.chains == 1 else first(params)
-    generator = torch.Generator("cpu").manual_seed(0)
-    start = [
-        torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(p)
-        for p in optree.tree_leaves(params)
-    ]
-    v = flatten(optree.tree_unflatten(optree.tree_structure(params), start), like)  # [C, d], of one chain [d]
-    for _ in range(iterations):
-        size = v.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-        v = flatten(product(unflatten(v / size, like)), like)
-    return float(v.norm(dim=-1).nan_to_num(math.inf, math.inf).max())
+def steepest(stacked: Stacked, params: Any, batch: Any, products: int = 20) -> float:
+    """The largest curvature where any chain is, by Lanczos' method: from below, and infinite where a chain has diverged."""
+    try:
+        values, _ = lanczos(product_of(stacked, params, [batch]), params, 1, max_products=products)
+    except ValueError:  # a product that is NaN or infinite
+        return math.inf
+    return float(values[0])
 
 
 class Measured:
