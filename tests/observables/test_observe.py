@@ -245,9 +245,7 @@ def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
 
 @pytest.mark.slow
 def test_what_vmap_refuses_is_measured_one_chain_after_the_other():
-    both = [
-        measured(of={"a": f}, covariances=[], chains=2, steps=300, at_once=n) for f, n in ((read, None), (total, 1))
-    ]
+    both = [measured(of={"a": f}, covariances=[], chains=2, steps=300, at_once=1) for f in (read, total)]
     assert torch.equal(both[0].traces["a"], both[1].traces["a"].float())
 
     def attends(w, x):
@@ -257,7 +255,10 @@ def test_what_vmap_refuses_is_measured_one_chain_after_the_other():
     layer = torch.nn.MultiheadAttention(4, 2, batch_first=True).eval()  # its fast road knows no gradient
     params = {name: p.detach() for name, p in layer.named_parameters()}
     words = torch.randint(12, (8, 3))
-    assert bc.observe(attends, params, words, temperature=0.1, chains=2, steps=40, burn_in=8).record.count == 4
+    about = {"temperature": 0.1, "chains": 2, "steps": 40, "burn_in": 8}
+    assert bc.observe(attends, params, words, at_once=1, **about).record.count == 4
+    with pytest.raises(ValueError, match=r"vmap refuses loss or an observable .*pass at_once=1"):
+        bc.observe(attends, params, words, **about)
 
 
 @pytest.mark.slow
@@ -357,7 +358,7 @@ def test_a_function_that_can_be_differentiated_once_is_refused():
     from tests.diagnostics.test_doctor import EXACT, without_hessian
 
     with pytest.raises(RuntimeError, match="setup_context"):
-        bc.observe(without_hessian, {"w": EXACT.w[0, 0]}, EXACT.data, steps=40, burn_in=2)
+        bc.observe(without_hessian, {"w": EXACT.w[0, 0]}, EXACT.data, steps=40, burn_in=2, at_once=1)
 
 
 @pytest.mark.parametrize("chains", [1, 8])
@@ -379,10 +380,8 @@ def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():
     )
 
 
-@pytest.mark.slow
-def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
-    batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
-    run = bc.observe(loss, {"w": BEST}, batches, steps=300, burn_in=50)
+def test_the_number_of_data_sets_the_temperature_and_the_reference_is_of_all_of_them():
+    run = bc.observe(loss, {"w": BEST}, bc.epochs((X, Y), 16), steps=40, burn_in=8)  # the last batch is of what remains
     assert run.temperature == math.log(N) / N == run.strength
     assert run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
 
@@ -545,10 +544,9 @@ CHANGES = [
     (
         {"batches": DataLoader(TensorDataset(X, Y), 10)},
         TypeError,
-        "DataLoader come in one order.*or list\\(loader\\)",
+        "DataLoader come in one order.*tuple\\(map\\(torch.cat, zip\\(\\*batches\\)\\)\\)",
     ),
-    ({"batches": []}, ValueError, "empty list"),
-    ({"batches": [X, Y]}, TypeError, "all of one structure; .*in one batch as a tuple"),
+    ({"batches": [X, Y]}, TypeError, "batches of list .*in one batch as a tuple"),
     ({"covariances": [("probe", "trains")]}, ValueError, "'trains' is no name"),
     ({"of": {"loss": loss}, "covariances": []}, ValueError, "'loss' is no name"),
     ({"steps": 200}, ValueError, "ends before the first draw"),
@@ -559,7 +557,8 @@ CHANGES = [
     ({"batches": (X * torch.nan, Y)}, ValueError, "loss at params is nan: look for NaN"),
     ({"of": {"a": lambda w: 3.0}, "covariances": []}, TypeError, r"of\['a'\], at params, must be a tensor"),
     ({"of": {"a": lambda w: w["w"] / 0}, "covariances": []}, ValueError, "of finite numbers"),
-    ({"of": {"a": read}, "covariances": [], "at_once": 2}, ValueError, "at_once=2: vmap refuses .*pass at_once=1"),
+    ({"of": {"a": read}, "covariances": []}, ValueError, "vmap refuses .*pass at_once=1"),
+    ({"steps": 10**7}, ValueError, "85 entries .* more than 256 MiB a chain; take thinning=26 or more"),
 ]
 WHERE = [
     ({"v": None}, ValueError, "no parameter is called 'v'.*there are block.b, w"),
@@ -601,7 +600,7 @@ WHERE = [
             (
                 lambda share=share: bc.observe(masked(share), torch.ones(9), None, temperature=0.1),
                 ValueError,
-                "loss is .* and .* at the same parameters and batch; put dropout",
+                "draws random numbers .it is .* and .* at the same parameters and batch.; put dropout",
             )
             for share in (0.5, 0.01)
         ),

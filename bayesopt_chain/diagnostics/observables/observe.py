@@ -422,8 +422,8 @@ def observe(
         loss: ``loss(params, batch)``, a mean over the batch, or ``(mean, aux)``. A prior in it counts as loss, in the
             learning coefficient too.
         params: a tree of tensors, where the spring is fixed. They are not changed, nor is any random state of torch.
-        batches: all data as one batch; or ``bc.epochs(data, batch_size)``, or a list of batches, whose rows each chain draws
-            anew, independently, in whatever order they are given.
+        batches: all data as one batch; or ``bc.epochs(data, batch_size)``, whose rows each chain draws anew, independently, in
+            whatever order they are given.
         of: functions of all parameters that return a tensor of any shape: the losses of probes, ``[m]``, those of tokens,
             ``[m, length]``. Default: none; ``"loss"`` and ``"virial"`` are always measured.
         temperature: ``1 / (n beta)`` for ``n`` data, in units of the mean loss. Default: Watanabe's ``log(n) / n``.
@@ -441,8 +441,8 @@ def observe(
         burn_in: first steps of which nothing is measured.
         thinning: steps from one draw to the next. Successive steps of a momentum chain know little that eight apart do not
             (2 % of the error at momentum .9); observables cost a forward pass each, and with minibatches a draw one gradient.
-        at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
-            given more than 50,000 free entries, or where ``vmap`` refuses the loss or an observable.
+        at_once: how many chains run at once, by ``vmap``, a divisor of ``chains``. Default: all, and one after the other where
+            a CPU is given more than 50,000 free entries.
         capture: compile the steps between draws (:func:`bayesopt_chain.capture`), once for all chains: on a CPU that takes half
             a minute or more, and a step then takes half to five sixths of its time. Rounding differs. Default: False.
         seed: of noise and batches.
@@ -454,9 +454,9 @@ def observe(
         :class:`Observed`.
 
     Raises:
-        TypeError: batches that come in one order only, such as a DataLoader.
+        TypeError: batches that come in one order only, such as a list or a DataLoader.
         ValueError: arguments that make no run; a loss or an observable that is NaN or infinite at ``params``; one that
-            ``vmap`` refuses, with ``at_once`` above 1; a rate beyond the stability limit; an observable called like one that is
+            ``vmap`` refuses, unless ``at_once`` is 1; a rate beyond the stability limit; an observable called like one that is
             always measured, or a pair of unknown names; a path that holds another run.
 
     Example:

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -64,8 +64,8 @@ class Restricted(NamedTuple):
 
     Attributes:
         loss: ``loss(free, batch)``, the given loss at ``fill(free)``.
-        free: the free entries by the name of their parameter: the parameter itself where all of it is free, else its free
-            entries ``[m]`` in the order of the flattened parameter.
+        free: the free entries by the name of their parameter: the parameter itself where no mask was given, else the
+            entries ``[m]`` at which the mask is true, in the order of the flattened parameter.
         fill: free entries to parameters, a tree like the given one.
     """
 
@@ -131,9 +131,7 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
                 f"restrict: the mask of {name} has the shape {list(mask.shape)}, and the parameter {list(p.shape)}; give one "
                 "of the shape of the parameter, or None for all of it"
             )
-        index = None  # of all entries
-        if mask is not None and not bool(mask.all()):
-            index = mask.to(p.device).reshape(-1).nonzero().reshape(-1)
+        index = None if mask is None else mask.to(p.device).reshape(-1).nonzero().reshape(-1)
         if index is None or len(index):
             free[name] = p.clone() if index is None else p.reshape(-1)[index]
             places.append((i, name, index))
@@ -191,16 +189,16 @@ class Stacked:
         def one(params: Any, *rows: Tensor) -> Tensor:
             return value(self.loss, params, spec.unflatten(rows) if self.of_batches else batch)[0]
 
-        return over_chains(one, self.chains, None if same_params else params, params, *rows)
+        return over_chains(one, self.chains, None if same_params else 0, params, *rows)
 
 
-def over_chains(f: Callable[..., Any], chains: int, stacked: Any, params: Any, *rows: Tensor) -> Any:
+def over_chains(f: Callable[..., Any], chains: int, axis: int | None, params: Any, *rows: Tensor) -> Any:
     """``f(params, *rows)`` of each chain, on axis 0: by vmap, or plainly where there is one chain, which is not stacked.
 
     Args:
         f: a function of one chain, which returns tensors.
         chains: their number.
-        stacked: the parameters of all chains; ``None``: ``params`` are those of every chain.
+        axis: of the parameters that counts the chains; ``None``: all chains have the same ones.
         params: parameters.
         rows: tensors with the chains on axis 0.
     """
@@ -211,10 +209,7 @@ def over_chains(f: Callable[..., Any], chains: int, stacked: Any, params: Any, *
     def flat(leaves: Sequence[Tensor], *rows: Tensor) -> Any:
         return f(spec.unflatten(leaves), *rows)
 
-    if stacked is None and not rows:
-        return optree.tree_map(lambda x: x.expand(chains, *x.shape), f(params))
-    dims = (None if stacked is None else 0, *[0] * len(rows))
-    return torch.vmap(flat, in_dims=dims, randomness="different")(leaves, *rows)
+    return torch.vmap(flat, in_dims=(axis, *[0] * len(rows)), randomness="different")(leaves, *rows)
 
 
 def data_of(given: Any) -> tuple[Any, int | None]:
@@ -230,25 +225,11 @@ def data_of(given: Any) -> tuple[Any, int | None]:
                 "observe: batches are shared by ranks; run whole chains on each, with bc.epochs without mesh="
             )
         return given, len(given.common_rows())
-    if isinstance(given, list):
-        if not given:
-            raise ValueError("observe: batches is an empty list")
-        each = [batches.flatten(batch) for batch in given]
-        alike = {
-            (spec, *[x.shape[1:] if isinstance(x, Tensor) and x.ndim else None for x in rows]) for rows, spec in each
-        }
-        if len(alike) > 1 or None in alike.pop():
-            raise TypeError(
-                "observe: a list of batches must be of tensors with the data on axis 0, all of one structure; give "
-                "bc.epochs(data, size), or all data in one batch as a tuple"
-            )
-        leaves = [torch.cat([cast(Tensor, x) for x in column]) for column in zip(*[leaves for leaves, _ in each])]
-        data = each[0][1].unflatten(leaves)
-        return Epochs(data, len(each[0][0][0]), "independent", 0, None, (), (0, 1), False), len(leaves[0])
     if given is not None and not isinstance(given, (Tensor, tuple, Mapping)) and hasattr(given, "__iter__"):
         raise TypeError(
             f"observe: batches of {type(given).__name__} come in one order, which heats a chain, and cannot be drawn apart "
-            "from its course: give bc.epochs(data, batch_size), or list(loader), whose rows are drawn anew"
+            "from its course: give bc.epochs(data, batch_size), where data = tuple(map(torch.cat, zip(*batches))) are those "
+            "of all batches, or all data in one batch as a tuple"
         )
     sizes = {x.shape[0] if x.ndim else None for x in batches.flatten(given)[0] if isinstance(x, Tensor)}
     return given, sizes.pop() if len(sizes) == 1 else None
@@ -328,24 +309,24 @@ class Target:
         batch, before = self.one_batch(1), random_states()
         first, second = (float(value(self.loss, self.centre, batch)[0]) for _ in range(2))
         is_drawn = not all(map(torch.equal, before, random_states()))
-        for _ in range(100 * is_drawn):  # masks of few numbers are often alike
-            second = float(value(self.loss, self.centre, batch)[0]) if second == first else second
-        if not math.isclose(first, second, rel_tol=1e-5):  # sums of a device may differ in their last places
+        if is_drawn or not math.isclose(first, second, rel_tol=1e-5):  # a device's sums may differ in their last places
             raise ValueError(
-                f"observe: loss is {first:.6g} and {second:.6g} at the same parameters and batch; put dropout and other layers "
-                "that draw into eval mode"
+                f"observe: the loss draws random numbers (it is {first:.6g} and {second:.6g} at the same parameters and "
+                "batch); put dropout and other layers that draw into eval mode"
             )
 
-    def unmapped(self, chains: int, of: Mapping[str, Callable[[Any], Tensor]]) -> str:
-        """Why ``vmap`` refuses the loss, its gradient or an observable; empty if it takes them."""
+    def require_mapped(self, chains: int, of: Mapping[str, Callable[[Any], Tensor]]) -> None:
+        """Refuse to run chains at once where ``vmap`` refuses the loss, its gradient or an observable."""
         params, batch = self.start(chains), self.one_batch(chains)
         try:
             gradient(self.stacked(chains), params, batch)
             with torch.no_grad():
                 Measured(self, chains, of, None, 0.0, 0).observables(params)
         except RuntimeError as error:
-            return str(error).splitlines()[0]
-        return ""
+            raise ValueError(
+                f"observe: vmap refuses loss or an observable ({str(error).splitlines()[0]}); pass at_once=1, which runs one "
+                "chain after the other"
+            ) from error
 
     def stiff_directions(self, most: int) -> Tensor:
         """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""
@@ -397,7 +378,7 @@ class Measured:
             full = self.target.fill(x)
             return {name: f(full).reshape(-1) for name, f in self.of.items()}
 
-        return over_chains(one, self.chains, params, params)
+        return over_chains(one, self.chains, 0, params)
 
     def __call__(self, params: Any, grads: Any, batch: Any, draw: int) -> dict[str, Tensor]:
         """All that is known before the loss of the step: observables, virial; from minibatches loss and noise too.
