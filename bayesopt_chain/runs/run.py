@@ -338,7 +338,9 @@ def data_of(run: Run) -> dict[str, Any] | None:
         dataset: Any = batches.dataset
         about |= {"size": len(dataset) if hasattr(dataset, "__len__") else None, "batch_size": batches.batch_size}
         while isinstance(dataset, torch.utils.data.Subset):  # as of random_split: other rows are other data
-            about["rows"] = [*about.get("rows", []), _rows(list(dataset.indices))]
+            rows: Any = dataset.indices  # numbers, or keys of a mapping
+            told = repr(rows.tolist() if hasattr(rows, "tolist") else list(rows))
+            about["rows"] = [*about.get("rows", []), zlib.crc32(told.encode())]
             dataset = dataset.dataset
         if run.batches.sampler is not None:
             about |= run.batches.sampler._identity()
@@ -350,14 +352,6 @@ def data_of(run: Run) -> dict[str, Any] | None:
         leaves = [x for x in optree.tree_leaves(cast(Any, held)) if isinstance(x, Tensor)]
         about["tensors"] = [_tensor(x) for x in leaves]
     return about
-
-
-def _rows(indices: list[Any]) -> Any:
-    """What tells the rows of a subset apart: their numbers, or a checksum of keys, as of a mapping."""
-    try:
-        return _tensor(torch.as_tensor(indices, device="cpu"))
-    except (RuntimeError, TypeError, ValueError):
-        return zlib.crc32(repr(indices).encode())
 
 
 def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any], ranks: str) -> None:
