@@ -36,13 +36,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from bayesopt_chain._torch import local_parts
 from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, numbers_in, rendezvous_store
 from bayesopt_chain.random.philox import Runs
 
@@ -113,8 +114,8 @@ class Witness:
         number: the number of this witness, equal on all ranks.
         events: how many starts there were besides the first.
         steps: how many steps there were since the last start.
-        version: torch's count of writes into a parameter, after the last step; ``None`` before the first.
-        written_to: whether somebody else wrote into that parameter before the last step.
+        writes: torch's count of writes into the parameters, after the last step; ``None`` before the first.
+        written_to: whether somebody else wrote into one of them before the last step.
         met: whether the last step compared, so that a refusal of another rank may wait in the store.
         refusal: the contradiction that was found; it is raised at every step until the next start.
     """
@@ -124,7 +125,7 @@ class Witness:
         self.number = next(_made)
         self.events = 0
         self.steps = 0
-        self.version: int | None = None
+        self.writes: int | None = None
         self.written_to = False
         self.met = False
         self.refusal: str | None = None
@@ -134,12 +135,12 @@ class Witness:
         self.events, self.steps, self.refusal = self.events + 1, 0, None
 
     @contextmanager
-    def step(self, claims: Callable[[], list[Claim]], of: Tensor) -> Iterator[None]:
+    def step(self, claims: Callable[[], list[Claim]], params: Sequence[Tensor]) -> Iterator[None]:
         """Compare the ranks if it is time, and raise a contradiction. The step that draws noise is made inside of this block.
 
         Args:
             claims: returns the claims of this step; called only if they are compared, because they are slow to make.
-            of: one of the parameters, in which writes of others are noticed: torch counts the writes.
+            params: all parameters, in which writes of others are noticed: torch counts the writes.
 
         Returns:
             A context manager.
@@ -147,7 +148,8 @@ class Witness:
         Raises:
             ValueError: a rank has found claims that contradict each other. Nothing has moved then.
         """
-        written_to = self.version is not None and of._version != self.version
+        parts = local_parts(params)
+        written_to = self.writes is not None and sum([x._version for x in parts]) != self.writes
         if written_to and not self.written_to:
             self.restart()
         self.written_to = written_to
@@ -164,7 +166,7 @@ class Witness:
         if self.refusal is not None:
             raise ValueError(f"{self.who}: {self.refusal}")
         yield
-        self.version = of._version
+        self.writes = sum([x._version for x in parts])
 
     def _meet(self, store: Any, claims: Callable[[], list[Claim]] | None, step: int) -> None:
         """Read the refusal that another rank may have written. If there is none, compare this rank's claims.

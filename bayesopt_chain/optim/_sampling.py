@@ -294,9 +294,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(heat_leaves, self, work))
         is_compared = self._hot and _HAS_RANKS and dist.is_initialized()
-        with (
-            self._witness.step(partial(self._claims, work), local(self._hot[0]["params"][0])) if is_compared else _ALONE
-        ):
+        with self._witness.step(partial(self._claims, work), params) if is_compared else _ALONE:
             by_kernel = [*filter(Leaves.has_job, work)]
             if len(by_kernel) < len(work) or not all(are_noisy):  # others may have a gradient, too
                 moved = [p for x in by_kernel for p in x.params]

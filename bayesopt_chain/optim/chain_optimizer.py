@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain._torch import local
 from bayesopt_chain.core.chain import numbers_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, cut_like
@@ -116,7 +115,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         loss = self._loss_of(closure)
         for group, built in zip(self.param_groups, self._chains):  # all groups, before any of them moves
             built.check(group)
-        compared = self._witness.step(self._claims, local(self._all_params()[0]))
+        compared = self._witness.step(self._claims, self._all_params())
         # Ctrl-C between two writes would leave parameters and state of different steps
         with compared, torch.no_grad(), uninterrupted():
             for group, built in zip(self.param_groups, self._chains):

@@ -216,7 +216,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             if p.grad.is_sparse:
                 raise ValueError(f"{self._name}: a sparse gradient; build the layer with sparse=False")
         compared = self._witness.step(
-            lambda: [claim(str(n), n, p, group) for group, p, n in moving], local(self._all_params()[0].detach())
+            lambda: [claim(str(n), n, p, group) for group, p, n in moving], self._all_params()
         )
         # Ctrl-C between two writes would leave means, precisions and counts of different steps
         with compared, uninterrupted():

@@ -378,7 +378,7 @@ def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
 def test_what_comparisons_cost_is_six_in_three_hundred_steps():
     (model, optimizer), calls = made("SGHMC", "ddp"), []
     step = optimizer._witness.step
-    optimizer._witness.step = lambda claims, of: step(lambda: (calls.append(1), claims())[1], of)
+    optimizer._witness.step = lambda claims, params: step(lambda: (calls.append(1), claims())[1], params)
     assert train(model, optimizer, steps=300) == (300, "") and len(calls) == 6
 
 

@@ -203,7 +203,7 @@ def ranks(monkeypatch):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
             run.store.read = 0
             try:
-                with every[rank].step(mine if callable(mine) else lambda mine=mine: mine, torch.zeros(())):
+                with every[rank].step(mine if callable(mine) else lambda mine=mine: mine, ()):
                     pass
             except ValueError as err:
                 errors[rank] = str(err)
@@ -212,6 +212,16 @@ def ranks(monkeypatch):
 
     witness_of_all = witness.Witness("test")
     return run
+
+
+def test_ranks_are_compared_anew_behind_a_write_into_any_of_the_parameters():
+    """As of weights that were loaded, the frozen ones among them left out."""
+    frozen, moved, begun = torch.zeros(2), torch.zeros(2), witness.Witness("test")
+    for events in (0, 1):
+        with begun.step(list, [frozen, moved]):
+            moved.add_(1.0)
+        assert begun.events == events
+        moved.zero_()
 
 
 def leaf(number, value=1.0, runs=None, key=7, **numbers):
