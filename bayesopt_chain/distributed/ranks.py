@@ -164,8 +164,8 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
 
 
 def mesh_of(tree: Any) -> Any:
-    """The largest mesh on which DTensors of a tree lie; ``None`` where there are none."""
-    meshes = [x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)]
+    """The largest mesh on which DTensors of a tree, or torch's descriptions of them, lie; ``None`` where there are none."""
+    meshes = [x.device_mesh for x in optree.tree_leaves(tree) if hasattr(x, "device_mesh")]
     return max(meshes, key=lambda m: m.size(), default=None)
 
 

@@ -40,6 +40,7 @@ from bayesopt_chain._torch import (
     whole,
 )
 from bayesopt_chain.distributed.parts import axes_of, runs_of
+from bayesopt_chain.distributed.ranks import mesh_of, require_alike
 from bayesopt_chain.random.philox import Runs
 
 Pieces = tuple[Runs | None, ...]  # for each leaf the elements that this rank holds; None for a plain tensor
@@ -206,14 +207,24 @@ class Sharding:
 
         Returns:
             The state of each link.
+
+        Raises:
+            ValueError: on every rank, where some draw noise and some do not, as at a temperature of 0.
         """
+        noisy = [i for i, entry in enumerate(entries) if "key" in getattr(entry, "_fields", ())]
+        require_alike(
+            "init: ranks that hold parts of one chain were given chains of which other {}; give all of them the same links and "
+            "temperatures",
+            {"links draw noise": tuple(noisy)},
+            mesh_of(self.specs),
+        )
         out: list[Any] = []
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
             fields: tuple[str, ...] = getattr(entry, "_fields", ())
             if fields and link.traits.on_shards == "elementwise":
                 of: Any = {"memory": noise[i].leaves} if i in noise else dict.fromkeys(fields, w)
                 entry = type(entry)(*[self._memory(x, of.get(name, ()), leaves) for name, x in zip(fields, entry)])
-            if "key" in fields:
+            if i in noisy:
                 entry = entry._replace(key=agreed_key(entry.key, self.specs))
             out.append(entry)
         return out

@@ -289,6 +289,9 @@ ENDS = {
         }.items()
     },
     "steps on shards": (20, (), lambda rank, path: bare(bc.sghmc(0.1, **noise()))),
+    "steps on shards, without noise on one rank": (0, ("init: ", "other links draw noise;"), lambda rank, path: (
+        0, message_of(bare, bc.sghmc(0.1, temperature=0.1 * rank))
+    )),
     **{
         f"steps on shards, another {name}": (steps, ("make_step: ranks step one chain with other " + words,), (
             lambda rank, path, make=make: bare(make(1 + rank))
