@@ -527,6 +527,8 @@ def statistics(
     found, seen = [{**own, **mine, **fresh} for mine in buffers], 0
     for batch in loader:
         n = batches.size(batch)
+        if not n:  # as a filter of data leaves it
+            continue
         seen += n
         for layer in layers.values():
             layer.momentum = n / seen  # torch's is the weight of the new statistics
