@@ -675,5 +675,5 @@ FINDINGS = (
 
 
 def _round(steps: float) -> str:
-    digits = max(0, math.floor(math.log10(max(steps, 1))) - 1)
-    return f"{round(steps, -digits):,.0f}"
+    """A number of steps to two digits."""
+    return f"{float(f'{steps:.2g}'):,.0f}"

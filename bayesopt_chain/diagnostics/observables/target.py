@@ -217,13 +217,8 @@ def data_of(given: Any) -> tuple[Any, int | None]:
 
     Raises:
         TypeError: batches that can be gone through in one order only.
-        ValueError: none.
     """
     if isinstance(given, Epochs):
-        if given.ranks > 1:
-            raise ValueError(
-                "observe: batches are shared by ranks; run whole chains on each, with bc.epochs without mesh="
-            )
         return given, len(given.common_rows())
     if given is not None and not isinstance(given, (Tensor, tuple, Mapping)) and hasattr(given, "__iter__"):
         raise TypeError(
