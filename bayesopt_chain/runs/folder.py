@@ -208,30 +208,6 @@ def _is_size(x: Any) -> bool:
     return is_count(x) and x > 0
 
 
-def _is_seen(x: Any) -> bool:
-    of, states = (x.get("of"), x.get("states")) if isinstance(x, dict) else (None, None)
-    return isinstance(of, list) and all(map(_is_text, of)) and isinstance(states, list) and len(states) == len(of)
-
-
-def _is_place(x: Any) -> bool:
-    """Whether this is a place in batches; what a loader says of itself is its own, but for what :func:`epochs` says."""
-    if (
-        not isinstance(x, dict)
-        or not isinstance(x.get("whole"), dict)
-        or not {"position", "seen", "loader"} <= x.keys()
-    ):
-        return False
-    loader = x["loader"] if isinstance(x["loader"], dict) and "batch_size" in x["loader"] else {"epoch": 0, "offset": 0}
-    seen = 0 if x["seen"] is None else x["seen"]
-    return all(map(is_count, [x["position"], seen, x["whole"].get("ranks"), loader.get("epoch"), loader.get("offset")]))
-
-
-def _is_identity(x: Any) -> bool:
-    if not isinstance(x, dict) or not {"burn_in", "thinning", "total", "sharded", "tree"} <= x.keys():
-        return False
-    return isinstance(x["tree"], dict) and (x["total"] is None or _is_size(x["total"]))
-
-
 _BOTH: dict[str, Callable[[Any], bool]] = {
     "run": _is_text,
     "id": _is_text,
@@ -244,7 +220,7 @@ _BOTH: dict[str, Callable[[Any], bool]] = {
 _DRAWS = {**_BOTH, "since": is_count, "prev": _is_text, "course": is_count}
 _HEAD = {
     **_BOTH,
-    "identity": _is_identity,
+    "identity": lambda x: isinstance(x, dict),
     "numbers": lambda x: x is None or _is_pair(x),
     "rank": _is_pair,
     "leaves": lambda x: (
@@ -254,8 +230,8 @@ _HEAD = {
     "complete": lambda x: isinstance(x, bool),
     "cuts": lambda x: isinstance(x, list) and all(map(is_count, x)),
     "scalars": lambda x: isinstance(x, dict),
-    "batches": lambda x: x is None or _is_place(x),
-    "callbacks": lambda x: x == {} or _is_seen(x),
+    "batches": lambda x: x is None or isinstance(x, dict),
+    "callbacks": lambda x: isinstance(x, dict),
 }
 
 
@@ -275,7 +251,7 @@ os.register_at_fork(after_in_child=_give_up_locks)
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of the lock of a folder, which is held until :func:`_unlock`.
+    """The descriptor of the lock of a folder, which is made if absent. It is held until :func:`_unlock`.
 
     Raises:
         OSError: the folder cannot be written, or its lock is no regular file.
@@ -283,6 +259,7 @@ def _locked(folder: Path) -> int:
     """
     fd = -1
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         _held.add(fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -327,10 +304,6 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.pid = path, os.getpid()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise OSError(err.errno, f"sample: cannot write to {path}: {err.strerror}") from None
         self.lock = _locked(path)
         self.tiles: list[Tile] = []
         self.written: Tile | None = None
