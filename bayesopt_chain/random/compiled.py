@@ -5,17 +5,16 @@ The highest level that this processor has is loaded. Where there is none, as in 
 kept. The flags keep every rounding of the source, so that all levels and all compilers give the same bits.
 
 A loaded library runs with the user's rights, so that whoever can put a file where one is looked for runs code as this
-user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayesopt_chain``, of mode 0700, used only if
+user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayesopt_chain``, made with mode 0700 and used only
+if it is a folder of this user's that nobody else can read or write, and no folder above it can be changed by another user than
+root (a folder in which everybody may only touch files of their own, like ``/tmp``, passes). Nobody else can put a file there,
+nor change one, so that files are not looked at one by one. A folder that fails is to be removed, not closed: what somebody put
+there before would stay. Until then a fresh private one is made for each process and removed at its end, with a warning.
 
-* it is a folder of this user's that nobody else can read or write, and no folder above it can be changed by another user
-  than root (a folder in which everybody may only touch files of their own, like ``/tmp``, passes);
-* the library in it is a regular file of this user's that nobody else can write to, and whose name holds its own SHA-256: the
-  dynamic loader maps a file that was cut short without a look, and the process dies at the first page that is missing.
-
-A library that fails the second check is compiled again and replaced. Where the folder fails the first, a fresh private one is
-made for this process and removed at its end, with a warning. Libraries are compiled in a folder of their own and renamed, so
-that a reader sees a whole one or none. Paths are arguments of the compiler, never words of a shell. The libraries of a wheel
-have no digest of ours: installers compare every file of a wheel with the list in it.
+The name of a library holds its own SHA-256: the dynamic loader maps a file that was cut short without a look, and the process
+dies at the first page that is missing. Such a library is compiled again and replaced. Libraries are compiled in a folder of
+their own and renamed, so that a reader sees a whole one or none. Paths are arguments of the compiler, never words of a shell.
+The libraries of a wheel have no digest of ours: installers compare every file of a wheel with the list in it.
 """
 
 from __future__ import annotations
@@ -112,15 +111,13 @@ def _load_compiled(source: Path) -> ctypes.CDLL:
     flags = [(*openmp, *LEVELS[level]) for openmp in (("-fopenmp",), ()) for level in levels()]
     name = f"{source.stem}-{_digest(text, compiler, flags)}"
     for library in folder.glob(f"{name}-*.so"):
-        if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
+        if library.stem == f"{name}-{_content(library)}":
             return ctypes.CDLL(str(library))
-        library.unlink(missing_ok=True)  # a process that has loaded it keeps what it has mapped
     with tempfile.TemporaryDirectory(prefix="made-", dir=folder) as scratch:
         made = Path(scratch) / "library.so"
         build(text, compiler, made, flags)
-        made.chmod(0o700)  # whatever the umask says, since nobody else may write to it
         library = folder / f"{name}-{_content(made)}.so"
-        os.replace(made, library)
+        os.replace(made, library)  # a process that has loaded the old one keeps what it has mapped
     return ctypes.CDLL(str(library))
 
 
@@ -174,22 +171,15 @@ def cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = folder.lstat()
     if not stat.S_ISDIR(mine.st_mode) or mine.st_uid != os.getuid() or mine.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user's alone (chmod 700, or remove it)")
+        raise PermissionError(
+            f"{folder} is not a folder of this user's alone; remove it, with what others may have put there"
+        )
     for above in folder.parents:
         status = above.stat()
         everybodys = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in (os.getuid(), 0) or everybodys:
             raise PermissionError(f"{above}, above {folder}, can be changed by other users (or set XDG_CACHE_HOME)")
     return folder
-
-
-def is_own_file(path: Path) -> bool:
-    """Whether a path is a regular file of this user's that nobody else can write to."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def build(source: str, compiler: Sequence[str], library: Path, flags: Sequence[Sequence[str]] = ((),)) -> None:
