@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from numbers import Real
 from typing import Any, cast
 
@@ -171,10 +170,10 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
     """
     if p.grad is not None and p.grad.is_sparse and group.get("momentum", 0):
         raise ValueError(f"{who}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
-    if group.get("fused") and "dampening" in group and p.is_cpu and p.dtype in _HALF and not _moves_halves(p.dtype):
+    if group.get("fused") and "dampening" in group and p.is_cpu and p.dtype in _HALF:
         raise ValueError(
-            f"{who}: fused=True with {p.dtype} on a CPU: this torch's fused SGD leaves such parameters where they are, and "
-            "only their noise would move them; leave fused out"
+            f"{who}: fused=True with {p.dtype} on a CPU: the fused SGD of torch 2.13 leaves such parameters where they are, "
+            "and only their noise would move them; leave fused out"
         )
     if p.is_complex():
         raise ValueError(f"{who}: complex parameters at temperature > 0: sample torch.view_as_real of them")
@@ -188,16 +187,6 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
             f"{who}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
             "tensor would not be independent; sample plain tensors, or DTensors"
         )
-
-
-@cache
-def _moves_halves(dtype: torch.dtype) -> bool:
-    """Whether torch's fused SGD on a CPU moves parameters of 16 bits: that of torch 2.13 does so in no full vector of them."""
-    theta = torch.ones(64, dtype=dtype, device="cpu")
-    fused: Any = torch.ops.aten._fused_sgd_
-    numbers = dict(weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0)
-    fused([theta], [theta.clone()], [], **numbers, nesterov=False, maximize=False, is_first_step=False)
-    return not theta.any()
 
 
 def check_state(who: str, p: Tensor, state: Mapping[str, Any], numbers: Collection[str]) -> None:

@@ -39,8 +39,8 @@ def claim(name: str, number: int, p: Any, group: dict[str, Any], stream: Any = N
     return Claim(name, key, number, elements_of(p), count, local(p.detach()), gradient, group)
 
 
-class OnRanks:
-    """A mixin for a ``torch.optim.Optimizer`` that names parameters and compares ranks.
+class OnRanks(torch.optim.Optimizer):
+    """An optimizer that names its parameters and compares ranks.
 
     Attributes:
         numbers: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
@@ -52,9 +52,6 @@ class OnRanks:
     wide: ClassVar[Collection[str]] = ()
     own_options: ClassVar[Collection[str]] = ()
     _own_defaults: Mapping[str, Any] | None = None  # options of groups besides those of torch's class
-    defaults: dict[str, Any]
-    param_groups: list[dict[str, Any]]
-    state: Any
 
     @cached_property
     def _name(self) -> str:  # in messages
@@ -85,7 +82,7 @@ class OnRanks:
         # torch fills a group with the defaults, which its constructor made of its own arguments only
         self.defaults = {**(self._own_defaults or {}), **self.defaults}
         with _checks.with_call(who, param_group=...):
-            super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
+            super().add_param_group(param_group)
         self.__dict__.pop("_numbers", None)
         try:
             self._begin(self.param_groups[-1])
@@ -223,7 +220,7 @@ class OnRanks:
         for p, entry in zip(self._all_params(), given if any(x != 0.0 for x in hot) else ()):
             _checks.check_state(who, p, entry, self.numbers)
         before = self.param_groups
-        super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        super().load_state_dict(state_dict)
         for group, mine in zip(self.param_groups, before):
             group |= {name: mine[name] for name in self.own_options if name in mine and name not in group}
             for name, x in mine.items():

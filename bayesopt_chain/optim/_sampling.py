@@ -65,7 +65,7 @@ _REFUSED = {  # options that a temperature above 0 refuses, and why
 }
 
 
-class Sampling(OnRanks, torch.optim.Optimizer):
+class Sampling(OnRanks):
     """A mixin that adds noise to a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``.
 
     Subclasses give the numbers of torch's step in ``_linear`` and ``_denominator``.
@@ -90,11 +90,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
     heat_guard: HeatGuard | None = None
 
-    # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed;
-    # the groups of those that get noise; and the objects of which they were listed
+    # the leaves that needed more than torch's step in the last one, None after a step that raised or where the groups changed
     _work: list[Leaves] | None = None
-    _hot: list[dict[str, Any]]
-    _objects: list[Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
@@ -265,10 +262,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             True
         """
         if not any(map(_asks_for_more, self.param_groups)):
-            if closure is not None:
-                _checks.require(f"{self._name}.step", {"closure": closure})
             return self._torch_step(closure)
-        loss = None if closure is None else self._loss_of(closure)
+        loss = self._loss_of(closure)
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
         try:
             with uninterrupted():
@@ -346,6 +341,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 x.numbers.append(self._numbers[p])
         for x in alike.values():
             x.layout = x.read(self)
+        # the groups of those that get noise
         self._hot = [*{id(x.group): x.group for x in alike.values() if x.temperature > 0.0}.values()]
         if self._hot:
             params = [local(p) if p.grad is not None else None for p in self._all_params()]

@@ -30,7 +30,7 @@ from bayesopt_chain.random.stream import keyed
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
 
-class Optimizer(OnRanks, torch.optim.Optimizer):
+class Optimizer(OnRanks):
     """A ``torch.optim.Optimizer`` that runs a chain, one for each parameter group.
 
     Args:

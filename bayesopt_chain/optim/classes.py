@@ -4,7 +4,7 @@ r"""torch's optimizers with a temperature: what each of them says of its step, o
 and Guestrin (2014), are SGD with other arguments. Their noise makes them exact on quadratic losses at every stable learning
 rate.
 
-Adam, AdamW, Adamax, NAdam, RAdam, RMSprop and Adagrad divide by a diagonal ``D = 1/P`` that they compute from the gradients.
+Adam, AdamW, NAdam, RMSprop and Adagrad divide by a diagonal ``D = 1/P`` that they compute from the gradients.
 After torch's step, noise with a covariance proportional to ``P`` is added to the parameter, and noise to the first moment (the
 velocity ``V``):
 
@@ -22,12 +22,13 @@ preconditioner, at T = 0 too. With a decoupled weight decay (AdamW) and a frozen
 ``weight_decay D / T``. A parameter whose gradient has always been zero has ``P = 1 / eps``, and noise of that size: raise
 ``eps`` at T > 0. (Adagrad does not move such parameters.)
 
-For the others no matched noise is known. At temperature 0 they make torch's own steps. A temperature above 0 raises ValueError,
-with the reason and an alternative:
+The others sample nothing. At temperature 0 they make torch's own steps. A temperature above 0 raises ValueError, with the
+reason and an alternative:
 
 | class | why no temperature above 0 | what to use instead |
 | --- | --- | --- |
 | Adadelta | its scale is computed from its own updates, noise included, which would heat the chain | RMSprop, Adam |
+| Adamax, RAdam | only the chains ``bc.adamax`` and ``bc.radam`` make their noise | Adam, these chains in :class:`Optimizer` |
 | Adafactor | its step size depends on the parameters, and it clips its update: the step is not linear in the gradient | Adam |
 | ASGD | it averages its iterates inside its step, before noise could enter | SGLD, and average the draws |
 | LBFGS | it searches along lines and evaluates the loss several times a step | SGHMC |
@@ -80,8 +81,8 @@ class SGD(Sampling, torch.optim.SGD):
     second branch has the step size ``lr mu``. Weight decay is part of the gradient, and is an exact Gaussian prior of
     precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``. On a CPU, in float32 and float64, the step at
     ``T > 0`` and its noise are one pass over memory, whose result differs from torch's in the last place; ``foreach`` or
-    ``fused=False`` ask for torch's own step. ``fused=True`` with float16 or bfloat16 is refused at ``T > 0`` where torch's
-    fused kernel does not move such parameters (torch 2.13 on a CPU).
+    ``fused=False`` ask for torch's own step. ``fused=True`` with float16 or bfloat16 on a CPU is refused at ``T > 0``, since
+    the fused kernel of torch 2.13 does not move such parameters.
 
     Everything in a parameter group is read at every step, ``temperature`` included. While lr falls or momentum rises, the
     variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`), but for Nesterov's momentum where it rises:
@@ -247,13 +248,9 @@ class _TwoMoments(Sampling):
         shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
         return Linear(step_size, b1, 1.0 - b1, direct, shrink, velocity="exp_avg")
 
-    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        b1 = _momentum_of(self._name, group["betas"][0], "betas[0]")
-        return self._first_moment(group, float(group["lr"]) / (1.0 - b1 ** counts[0]))
-
 
 class _Adam(_TwoMoments):
-    """The denominator that Adam and AdamW share."""
+    """What Adam and AdamW share, whose noise is the same."""
 
     def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         correction = (1.0 - float(group["betas"][1]) ** updates) ** 0.5
@@ -261,7 +258,8 @@ class _Adam(_TwoMoments):
         return square.sqrt().div_(correction).add_(group["eps"])
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        linear, b2 = super()._linear(group, counts), _momentum_of(self._name, group["betas"][1], "betas[1]")
+        b1, b2 = (_momentum_of(self._name, b, f"betas[{i}]") for i, b in enumerate(group["betas"]))
+        linear = self._first_moment(group, float(group["lr"]) / (1.0 - b1 ** counts[0]))
         if group["amsgrad"]:
             return linear
         learned = self._learned(group, counts)
@@ -300,46 +298,6 @@ class AdamW(_Adam, torch.optim.AdamW):
         >>> bc.optim.AdamW([theta], lr=0.1, temperature=1e-3).param_groups[0]["weight_decay"]
         0.01
     """
-
-
-class Adamax(_TwoMoments, torch.optim.Adamax):
-    __doc__ = f"""``torch.optim.Adamax`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaMax`).
-
-    ``D`` is the decayed running maximum ``exp_inf`` of the gradient's magnitude, and ``h = lr / (1 - b1^t)``.
-    {_COMMON}
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> theta = torch.ones(2, requires_grad=True)
-        >>> bc.optim.Adamax([theta], temperature=1e-3).param_groups[0]["lr"]
-        0.002
-    """
-
-    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
-        return get("exp_inf").clone()
-
-
-class RAdam(_TwoMoments, torch.optim.RAdam):
-    __doc__ = f"""``torch.optim.RAdam`` with a temperature (TorchOpt's is :class:`bayesopt_chain.RAdam`).
-
-    ``D = (v^(1/2) + eps) / (r (1 - b2^t)^(1/2))`` with the averaged squared gradient ``v`` and RAdam's rectification ``r``.
-    In the first updates, in which RAdam does not rectify, ``D = 1``.
-    {_COMMON}
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> theta = torch.ones(2, requires_grad=True)
-        >>> bc.optim.RAdam([theta], temperature=1e-3).param_groups[0]["lr"]
-        0.001
-    """
-
-    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
-        b2 = float(group["betas"][1])
-        correction = 1.0 - b2**updates
-        limit = 2.0 / (1.0 - b2) - 1.0
-        rho = limit - 2.0 * updates * b2**updates / correction
-        if rho <= 5.0:  # torch's condition for a step without a denominator
-            return torch.ones_like(get("exp_avg_sq"))
-        rectify = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)) ** 0.5
-        return get("exp_avg_sq").sqrt().add_(group["eps"]).div_(rectify * correction**0.5)
 
 
 class NAdam(_TwoMoments, torch.optim.NAdam):
@@ -465,6 +423,16 @@ Adadelta = _refused(
     torch.optim.Adadelta,
     "scales by its own updates, noise included, and would heat itself",
     "bc.optim.RMSprop or Adam",
+)
+Adamax = _refused(
+    torch.optim.Adamax,
+    "divides by a running maximum, whose noise only its chain makes",
+    "bc.optim.Adam, or bc.optim.Optimizer with bc.adamax",
+)
+RAdam = _refused(
+    torch.optim.RAdam,
+    "divides by nothing in its first updates, and only its chain makes noise that follows that",
+    "bc.optim.Adam, or bc.optim.Optimizer with bc.radam",
 )
 Adafactor = _refused(
     torch.optim.Adafactor,

@@ -42,7 +42,7 @@ from bayesopt_chain.trees import wide
 _POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
 
 
-class IVON(OnRanks, torch.optim.Optimizer):
+class IVON(OnRanks):
     """Improved variational online Newton (Shen et al., 2024): the parameters are the mean of a diagonal Gaussian posterior.
 
     The loss is evaluated at a draw from the posterior, inside of :meth:`sampled`. :meth:`step` then updates mean and precision.

@@ -573,9 +573,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
     "Adam": ("Adam", {}),
     "AdamW": ("AdamW", {"weight_decay": 0.1}),
-    "Adamax": ("Adamax", {}),
     "NAdam": ("NAdam", {}),
-    "RAdam": ("RAdam", {}),
     "RMSprop": ("RMSprop", {"momentum": 0.8, "maximize": True}),
     "Adagrad": ("Adagrad", {}),
 }

@@ -54,9 +54,6 @@ ADAPTIVE = {
     "Adam amsgrad": dict(lr=0.05, amsgrad=True),
     "Adam coupled decay": dict(lr=0.05, weight_decay=0.3),
     "Adam b1=0": dict(lr=0.05, betas=(0.0, 0.9)),
-    "Adamax": dict(lr=0.05),
-    "RAdam": dict(lr=0.05, betas=(0.9, 0.9)),
-    "RAdam before it rectifies": dict(lr=0.05),
     "NAdam": dict(lr=0.05, momentum_decay=3.0),  # its momentum has arrived after a few hundred steps
     "RMSprop": dict(lr=0.05),
     "RMSprop momentum": dict(lr=0.05, momentum=0.8),
@@ -79,7 +76,7 @@ def frozen(cls, freeze_after=8, **kwargs):
 @pytest.mark.parametrize("case", ADAPTIVE)
 def test_a_frozen_preconditioner_samples_exactly(case):
     kwargs = ADAPTIVE[case]
-    make = frozen(getattr(bc.optim, case.split()[0]), 2 if "before" in case else 8, **kwargs)
+    make = frozen(getattr(bc.optim, case.split()[0]), **kwargs)
     prior = kwargs.get("weight_decay", 0.0) * torch.eye(2, dtype=torch.float64)
     torch.testing.assert_close(
         make(CURVATURE).covariance(), T * torch.linalg.inv(CURVATURE + prior), rtol=1e-10, atol=0.0
@@ -91,7 +88,6 @@ def test_a_frozen_preconditioner_samples_exactly(case):
     "cls, kwargs",
     [
         (bc.optim.AdamW, {}),
-        (bc.optim.RAdam, {"decoupled_weight_decay": True, "betas": (0.9, 0.9)}),
         (bc.optim.NAdam, {"decoupled_weight_decay": True, "momentum_decay": 3.0}),
     ],
 )

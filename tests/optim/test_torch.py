@@ -17,7 +17,7 @@ CLASSES = [
     for name in bc.optim.__all__
     if name not in ("as_step", "IVON", "Optimizer", "SGLD", "SGHMC", "LBFGS", "SparseAdam")
 ]
-SAMPLING = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"]
+SAMPLING = ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"]
 
 HYPER = {
     "SGD": dict(
@@ -140,7 +140,9 @@ def test_signatures_are_torchs_and_then_ours(name):
     assert all(p.kind is p.KEYWORD_ONLY for p in extra)
 
 
-@pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "ASGD", "LBFGS", "Muon", "Rprop", "SparseAdam"])
+@pytest.mark.parametrize(
+    "name", ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "RAdam", "Rprop", "SparseAdam"]
+)
 def test_optimizers_without_matched_noise_refuse_a_temperature_by_name(name):
     cls, theta = getattr(bc.optim, name), torch.ones(2, 2, requires_grad=True)
     with pytest.raises(ValueError, match=f"bc.optim.{name}: no temperature above 0: .*use bc.optim"):
@@ -251,6 +253,8 @@ REFUSED = {  # how it is made, what changes before its step, what is said; and t
     "of Adam": (dict(cls="Adam", differentiable=True), {}, "differentiable"),
     "a graph": (dict(cls="Adam", capturable=True), {}, "capturable"),
     "complex": ({}, {}, "complex", torch.ones(2, dtype=torch.complex64), dense),
+    # torch 2.13 on a CPU leaves full vectors of them where they are, so that noise alone would move them
+    "fused, of 16 bits": (dict(fused=True), {}, "leave fused out", torch.ones(64, dtype=torch.float16), dense),
     "sparse": (dict(momentum=0.9), {}, "sparse", torch.ones(5, 2), of_one_row),
     "wrapped": ({}, {}, "a parameter of type Wrapped at temperature > 0", torch.ones(2).as_subclass(Wrapped), dense),
 }
@@ -335,19 +339,6 @@ def test_a_gradient_scaler_gives_torchs_bits_with_the_fused_kernel_at_temperatur
         return torch.stack([scaled_step(model, optimizer, scaler) for _ in range(3)])
 
     assert torch.equal(run(bc.optim.SGD), run(torch.optim.SGD))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_fused_kernel_moves_parameters_of_16_bits_or_is_refused(dtype):
-    """That of torch 2.13 on a CPU leaves full vectors of them where they are, so that noise alone would move them."""
-    theta = torch.ones(64, dtype=dtype, requires_grad=True)
-    theta.grad = dense(theta)
-    try:
-        bc.optim.SGD([theta], 0.5, temperature=1e-3, generator=torch.Generator().manual_seed(0), fused=True).step()
-    except ValueError as err:
-        assert "leave fused out" in str(err)
-    else:
-        assert (theta < 0.75).all()
 
 
 @pytest.mark.parametrize("name", SAMPLING)
