@@ -38,7 +38,6 @@ class LinkScope:
     index: tuple[int, ...]  # the numbers of these leaves, in the order of the user's tree
     paths: tuple[str, ...]
     numbers: tuple[int, ...]  # by which a random stream knows these leaves: hashes of their paths
-    shapes: tuple[torch.Size, ...]
     # the elements of each leaf that are on this rank; None where no parameter is sharded
     pieces: tuple[Any, ...] | None
     # the leaves of a tree into which the link puts its own: () for leaves that a mask leaves out, None for the others
@@ -56,7 +55,6 @@ class LinkScope:
             index,
             paths=tuple([layout.paths[j] for j in index]),
             numbers=tuple([numbers[j] for j in index]),
-            shapes=tuple([layout.shapes[j] for j in index]),
             pieces=None if layout.pieces is None else tuple([layout.pieces[j] for j in index]),
             blank=tuple([None if j in acting or x is None else () for j, x in enumerate(layout.shapes)]),
             extra_kwargs=links[i].traits.extra_kwargs,
@@ -76,12 +74,13 @@ class LinkContext:
         scope: what is the same in every update.
         present: the numbers of the leaves that have a gradient in this update, in the order of the user's tree; in ``init``
             of all leaves that the link acts on.
+        all_params: the parameters of all leaves, in the order of the user's tree; ``None`` if ``update`` was not given them.
     """
 
     scope: LinkScope
     present: tuple[int, ...]
     _spec: optree.PyTreeSpec  # of the user's tree
-    _params: Sequence[Any] | None  # of all leaves, in the order of the user's tree
+    all_params: Sequence[Any] | None
     _extra: dict[str, Any]
     _let_noise_in: Callable[[Callable[[], Sequence[Tensor]]], Leaves] | None = None
 
@@ -91,11 +90,6 @@ class LinkContext:
         return self.scope.paths
 
     @property
-    def has_params(self) -> bool:
-        """Whether ``update`` was given the parameters."""
-        return self._params is not None
-
-    @property
     def params(self) -> list[Any]:
         """The parameters of the leaves that are present.
 
@@ -103,11 +97,11 @@ class LinkContext:
             ValueError: there are none, since ``update`` was called without them. A link whose traits say ``needs_params``
                 is not reached then.
         """
-        if self._params is None:
+        if self.all_params is None:
             raise ValueError(
                 "update: a link of this chain needs the parameters: call update(updates, state, params=params)"
             )
-        return [self._params[j] for j in self.present]
+        return [self.all_params[j] for j in self.present]
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -170,8 +164,7 @@ class LinkContext:
         if paths_of(tree) == self.paths:
             values = optree.tree_leaves(tree, none_is_leaf=True)
         else:
-            params = self._spec.unflatten(list(self._params or ()))
-            every = broadcast_prefix(tree, params, what)
+            every = broadcast_prefix(tree, self._spec.unflatten(list(self.all_params or ())), what)
             values = [every[j] for j in self.present]
         out: list[Tensor] = []
         for value, p, path in zip(self.parts(values, what), self.params, self.paths):
@@ -205,11 +198,10 @@ class LinkContext:
         shards = self.scope.shards
         return sum(values[1:], values[0]) if shards is None else shards.total(self.present, values)
 
-    def numel(self) -> int:
-        """The number of elements of the leaves that are present, on all ranks together."""
-        if self.scope.shards is not None:
-            return self.scope.shards.count(self.present)
-        return sum([shape.numel() for j, shape in zip(self.scope.index, self.scope.shapes) if j in self.present])
+    def numel(self, leaves: Sequence[Tensor]) -> int:
+        """The number of elements of the leaves that are present, on all ranks together, given this rank's tensors of them."""
+        shards = self.scope.shards
+        return sum(map(Tensor.numel, leaves)) if shards is None else shards.count(self.present)
 
 
 OnShards = Literal["refused", "elementwise", "tree"]
@@ -234,7 +226,10 @@ class Traits:
             only the leaves that are present, and of the state what belongs to them.
         acts_on_particles: whether the link's leaves are stacked particles (axis 0), and each particle's update depends on the
             others.
-        samples: the number of draws at which the gradient is taken, for a link that carries a posterior.
+        samples: the number of draws at which the gradient is taken, for a link that carries a posterior. Such a link has a
+            method ``draw(state, leaves, names)``: of its whole state, the parameters that it acts on and their paths. What it
+            returns has a field ``params``, a tensor for each leaf, shaped as the leaf for one draw, else with the draws in
+            front.
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
         response: what the link does to the gradient as a filter, of a link for which that is always the same.
@@ -380,26 +375,12 @@ class Link:
         """
         raise NotImplementedError
 
-    def sample(self, state: Any, params: Leaves, context: LinkContext) -> Any:
-        """Draw from the posterior that the state carries. For links with the trait ``samples``.
-
-        Args:
-            state: the link's whole state.
-            params: the parameters that the link acts on.
-            context: the link's view of the tree.
-
-        Returns:
-            The draw, with one tensor for each leaf: shaped as the leaf for ``traits.samples`` 1, else
-            ``[samples, *leaf.shape]``. The gradient of this step is taken there.
-        """
-        raise NotImplementedError
-
     def report(self, state: Any, draw: Any, loss: Tensor) -> dict[str, Any]:
         """What a step whose gradient was taken at a draw reports besides its loss.
 
         Args:
             state: the link's whole state, before the step.
-            draw: what :meth:`sample` returned.
+            draw: what ``draw`` of the link returned.
             loss: 0-d, at the draw.
 
         Returns:

@@ -116,7 +116,6 @@ def unshared(new: State, old: State) -> State:
 
     A pure update may return a tensor that it was given. Whoever then overwrites one state would change the other.
     """
-    leaves: list[Any]
     leaves, spec = _trees.tree_flatten(list(new))
     seen = set(map(id, _trees.tree_leaves(list(old))))
     for k, t in enumerate(leaves):

@@ -195,7 +195,7 @@ class Foreign(Link):
         return self.transformation.init(context.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        params = context.tree(context.params) if context.has_params else None
+        params = None if context.all_params is None else context.tree(context.params)
         new, later = self.transformation.update(
             context.tree(g), state, params=params, inplace=op.inplace, **context.extra
         )

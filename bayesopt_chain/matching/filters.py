@@ -180,7 +180,7 @@ class Scheduled:
         """The noise of the response ``b / a`` under a schedule.
 
         Args:
-            b, a: numerator and denominator, lowest power of ``1/z`` first.
+            b, a: numerator and denominator, lowest power of ``1/z`` first, without zeros at the end.
             head: the constant gain in front of the place where the noise enters.
             order: 2 for matched noise, 1 for white noise.
 
@@ -192,7 +192,6 @@ class Scheduled:
             >>> Scheduled.of((1.0,), (1.0, -0.9), head=1.0, order=2).branches
             ((1.0, 0.9),)
         """
-        b, a = law.trim(b), law.trim(a)
         if len(a) == 1 and len(b) == 1:
             return cls(((b[0] / a[0], 0.0),), head, order)
         if len(a) != 2 or len(b) > 2:

@@ -65,16 +65,18 @@ class Neighbour(Protocol):
     Attributes:
         traits: the link's ``core.link.Traits``, which this room does not import. Used here: ``carries``, ``velocity`` and
             ``all_leaves``.
-        response: what the link does to the gradient; ``None`` if the link does not declare it.
-        shown: the link in error messages.
     """
 
     traits: ClassVar[Any]
 
     @property
-    def response(self) -> Response | None: ...
+    def response(self) -> Response | None:
+        """What the link does to the gradient; ``None`` if the link does not declare it."""
+
     @property
-    def shown(self) -> str: ...
+    def shown(self) -> str:
+        """The link in error messages."""
+        ...
 
 
 class TransferFunction(NamedTuple):
@@ -282,8 +284,6 @@ def _check_own_noise(links: Sequence[Neighbour], r: Responses, own: Sequence[int
             continue
         _require_known(links[i], x)
         who = f"chain: {links[own[0]].shown} brings noise of its own, matched to nothing else"
-        if isinstance(x, Noise):
-            raise ValueError(f"{who}; leave inject_langevin_noise out of this chain")
         if n > place or not isinstance(x, (Nonlinear, Decay)):
             raise ValueError(
                 f"{who}: {links[i].shown} {'behind' if n > place else 'before'} it would change what it samples. Only clipping "

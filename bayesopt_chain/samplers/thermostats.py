@@ -130,7 +130,7 @@ class Thermostat(Keyed):
         if self.per_parameter:
             return [x * x for x in v]
         squares = [(x * x).sum().to(v[0].dtype) for x in v]
-        return [context.total(squares) / context.numel()]
+        return [context.total(squares) / context.numel(v)]
 
     def of_each_leaf(self, friction: list, leaves: list) -> list:
         """The friction that each leaf feels."""

@@ -48,8 +48,7 @@ CHANGES = {
 def test_a_sampler_with_noise_of_its_own_refuses_what_would_change_its_law(name, change):
     own, link, noise = OWN_NOISE[name](), CHANGES[change](), bc.inject_langevin_noise(T)
     for links in ((own, link), (link, own), (own, OWN_NOISE["ubu"]()), (own, noise)):
-        words = "leave inject_langevin_noise out" if noise in links else "two samplers|noise of its own|nobody declared"
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=r"two samplers|noise of its own|nobody declared"):
             bc.chain(*links).init(P)
 
 
