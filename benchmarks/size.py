@@ -53,8 +53,6 @@ ROUTES = {  # files, and functions where there is an aim
 }
 MISSED = {
     "everything": "the rooms below",
-    "chain": "the part of a draw that waits in the velocity at every rate, and what links hold for each leaf",
-    "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
     "likelihoods": "ten likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "diagnostics": "observables (653) came after the aim; of the rest 49 too many",

@@ -263,7 +263,7 @@ class Sampling(OnRanks):
         """
         if not any(map(_asks_for_more, self.param_groups)):
             return self._torch_step(closure)
-        loss = self._loss_of(closure)
+        loss = None if closure is None else self._loss_of(closure)
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
         try:
             with uninterrupted():
