@@ -184,17 +184,12 @@ def _checking(function: Function, kinds: Mapping[str, Kind], own: Mapping[str, K
             temperature is looked at, and ``own``.
         own: kinds that go before these; ranges apply to them in any case.
         ranges: whether they apply to the others, or types alone.
-
-    Raises:
-        TypeError: when the function is defined: a kind of no argument.
     """
     who = function.__qualname__.removesuffix(".__init__")
     parameters = inspect.signature(function).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     positional = [p.name for p in parameters if p.kind not in (*several, inspect.Parameter.KEYWORD_ONLY)]
     defaults = {p.name: p.default for p in parameters if p.kind not in several}
-    if strange := own.keys() - defaults:
-        raise TypeError(f"{who} has no argument {', '.join(strange)}")
     known = {name: kind for name, kind in {**kinds, **own}.items() if name in defaults}
 
     @functools.wraps(function)
@@ -217,9 +212,6 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
 
     Args:
         own: kinds of arguments that are something else here, or that no other function has.
-
-    Raises:
-        TypeError: when the function is defined: a kind of no argument.
 
     Example:
         >>> @takes(shape=SEQUENCE)
@@ -667,7 +659,6 @@ BY_NAME = Kind(
     lambda x: isinstance(x, Mapping) and all(isinstance(y, Tensor) for y in x.values()),
     "a dictionary of tensors by name",
 )
-TENSORS = Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them")
 PARAMS = Kind(lambda x: _is_tree(x, REALS.fits), "a tree of real tensors with values: parameters")
 PLACE = Kind(_is_place, "a tree of dense, real, finite tensors: the parameters of a place", (dict, list, tuple, Tensor))
 PREFIX = Kind(lambda x: not isinstance(x, type), "a tree like the parameters, a prefix of one, or a function to one")
@@ -733,14 +724,16 @@ WORDS: dict[str, Kind] = {  # what an argument of this name is in every function
     "outputs": REALS,
     "params": PLACE,
     "posterior": POSTERIOR,
-    "primals": TENSORS,
     "progress": BOOL,
     "rank": WHOLE,
     "samples": WHOLE,
     "seed": SEED,
     "state": ANY,  # a chain looks at its own
     "steps": WHOLE,
-    "tangents": TENSORS,
+    **dict.fromkeys(
+        ("primals", "tangents"),
+        Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them"),
+    ),
     "temperature": POSITIVE,
     "thinning": WHOLE,
     "tolerance": POSITIVE,

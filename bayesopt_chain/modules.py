@@ -548,25 +548,27 @@ def unshared_statistics() -> Iterator[None]:
     Raises:
         ValueError: naming the fix.
     """
-    before: dict[int, tuple[nn.Module, Any, list[tuple[Tensor, Tensor]]]] = {}
+    before: dict[
+        nn.Module, tuple[Any, list[tuple[Tensor, Tensor]]]
+    ] = {}  # the mean that was used, and copies of buffers
 
     def look(layer: nn.Module, inputs: Any) -> None:
         moves = isinstance(layer, BatchNorm) and layer.training and isinstance(layer.running_mean, Tensor)
-        if moves and id(layer) not in before:
-            before[id(layer)] = layer, layer.running_mean, [(b, b.clone()) for b in layer.buffers()]
+        if moves and layer not in before:
+            before[layer] = layer.running_mean, [(b, b.clone()) for b in layer.buffers()]
 
     hook = register_module_forward_pre_hook(look)
     try:
         yield
     finally:
         hook.remove()
-        shared = [(layer, kept) for layer, used, kept in before.values() if layer.running_mean is used]
-        for _, kept in shared:
-            for b, old in kept:
+        shared = [layer for layer, (used, _) in before.items() if layer.running_mean is used]
+        for layer in shared:
+            for b, old in before[layer][1]:
                 b.data.copy_(old)
     if shared:
         raise ValueError(
-            f"parallel: the chains would share the statistics of {type(shared[0][0]).__name__}, which the module "
+            f"parallel: the chains would share the statistics of {type(shared[0]).__name__}, which the module "
             "keeps: take its buffers out with bc.make_functional and make the step with make_step(loss, tx, "
             "buffers=buffers), or call module.eval(); a layer in a list is no submodule (nn.ModuleList makes it one)"
         )

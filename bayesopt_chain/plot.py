@@ -53,10 +53,6 @@ def plain(x: Tensor) -> Any:
         (list, tuple),
     ),
     output=checks.INDEX,
-    data=checks.Kind(
-        lambda x: checks.SEQUENCE.fits(x) and len(x) == 2 and all(map(checks.VALUES.fits, x)),
-        "a pair (inputs, targets) of tensors",
-    ),
     ax=_AX,
 )
 def bands(
@@ -65,7 +61,6 @@ def bands(
     *,
     levels: Sequence[float] = (0.5, 0.9),
     output: int = 0,
-    data: tuple[Tensor, Tensor] | None = None,
     ax: Any = None,
 ) -> Any:
     """The mean of a prediction along one input, and its central intervals.
@@ -77,11 +72,10 @@ def bands(
             those of a new target, noise included.
         levels: the probability inside each band.
         output: which output to draw, where there are several.
-        data: inputs and targets to show as dots, each ``[n]`` or ``[n, 1]`` (targets ``[n, outputs]``).
         ax: matplotlib axes (default: a new figure).
 
     Returns:
-        The axes.
+        The axes; ``ax.plot(x, y, ".")`` adds data.
 
     Raises:
         ModuleNotFoundError: no matplotlib.
@@ -97,12 +91,11 @@ def bands(
         >>> [band.get_label() for band in ax.collections]
         ['50 %', '90 %']
     """
-    places = _of_one_variable("x", x)
-    mean = _of_output("prediction", prediction.mean, output)
+    places = _of_one_variable(x)
+    mean = _of_output(prediction.mean, output)
     if len(mean) != len(places):
         raise ValueError(f"plot.bands: {len(places)} inputs x and {len(mean)} predictions")
-    ends = [[_of_output("prediction", end, output) for end in prediction.interval(level)] for level in levels]
-    dots = None if data is None else (_of_one_variable("data", data[0]), _of_output("data", data[1], output))
+    ends = [[_of_output(end, output) for end in prediction.interval(level)] for level in levels]
 
     ax = axes_or_new("bands", ax)
     order = torch.argsort(places)
@@ -117,26 +110,24 @@ def bands(
             linewidth=0,
             label=f"{level * 100:g} %",
         )
-    if dots is not None:
-        ax.plot(*map(plain, dots), ".", color="black", markersize=4, label="data")
     ax.legend()
     return ax
 
 
-def _of_one_variable(name: str, x: Tensor) -> Tensor:
+def _of_one_variable(x: Tensor) -> Tensor:
     if not checks.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
         came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"plot.bands: {name} must hold inputs of one variable, [N] or [N, 1], got {came}")
+        raise ValueError(f"plot.bands: x must hold inputs of one variable, [N] or [N, 1], got {came}")
     return x.reshape(-1)
 
 
-def _of_output(name: str, y: Tensor, output: int) -> Tensor:
+def _of_output(y: Tensor, output: int) -> Tensor:
     if y.ndim == 2 and -y.shape[1] <= output < y.shape[1]:
         return y[:, output]
     if y.ndim == 1 and output in (0, -1):
         return y
     raise ValueError(
-        f"plot.bands: {name} has shape {tuple(y.shape)}, which has no output {output}; [N] or [N, outputs]"
+        f"plot.bands: prediction has shape {tuple(y.shape)}, which has no output {output}; [N] or [N, outputs]"
     )
 
 

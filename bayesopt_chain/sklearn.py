@@ -163,21 +163,6 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         mean = self._shaped(found.mean.numpy())
         return (mean, self._shaped(found.variance.sqrt().numpy())) if return_std else mean
 
-    def predict_quantile(self, X: Any, level: float) -> Any:
-        """The value below which a new target lies with a probability.
-
-        Args:
-            X: inputs ``[n, d]``.
-            level: the probability, between 0 and 1.
-
-        Returns:
-            ``[n]`` or ``[n, outputs]``.
-
-        Raises:
-            ValueError: a level out of range.
-        """
-        return self._shaped(self._prediction(X).quantile(level).numpy())
-
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
         """The central interval that holds a new target with a probability.
 

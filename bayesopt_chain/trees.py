@@ -319,11 +319,8 @@ def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
 
 
 def _summed(x: Any, axes: int) -> Tensor:
-    """The sum over the last ``axes`` axes."""
-    if not axes:
-        return x
-    # a DTensor that is cut unevenly cannot be flattened
-    return x.sum(tuple(range(-axes, 0))) if is_dtensor(x) else x.flatten(x.ndim - axes).sum(-1)
+    """The sum over the last ``axes`` axes; of no axes torch would take the sum over all."""
+    return x.sum(tuple(range(-axes, 0))) if axes else x
 
 
 def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
@@ -332,10 +329,7 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     Every tensor gets as many axes as its leaf, or none, and the leaf's dtype, float32 at least; it is not expanded.
     """
     leaves, structure = optree.tree_flatten(like)
-    is_number = isinstance(value, (int, float))
-    if is_number and 1e300 < abs(value) != math.inf:
-        raise ValueError(f"{name} must be a number that fits into a float, got {value!r:.40}")
-    if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
         return [as_tensor(value, wide(leaf.dtype), leaf.device).reshape(()) for leaf in leaves]
     tree: Tree = value
     values, given = optree.tree_flatten(tree)

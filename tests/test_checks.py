@@ -104,14 +104,6 @@ def test_methods_and_constructors_are_named_by_their_class():
         Box(2).grown(-1)
 
 
-def test_a_kind_of_no_argument_is_found_when_the_function_is_defined():
-    with pytest.raises(TypeError, match="has no argument colour"):
-
-        @checks.takes(colour=checks.ANY)
-        def plain(steps):
-            return steps
-
-
 def test_nothing_is_read_of_tensors_that_are_hidden():
     @checks.takes()
     def at(params):

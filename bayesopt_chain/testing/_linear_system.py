@@ -366,11 +366,7 @@ def _at_rest(system: ClosedLoop) -> Tensor:
 
 def _with_integers(state: Any, first: Any) -> Any:
     """The same state with the integers of another."""
-    leaves, spec = optree.tree_flatten(state)
-    mine = [
-        y if torch.is_tensor(x) and not x.is_floating_point() else x for x, y in zip(leaves, optree.tree_leaves(first))
-    ]
-    return optree.tree_unflatten(spec, mine)
+    return optree.tree_map(lambda x, y: y if torch.is_tensor(x) and not x.is_floating_point() else x, state, first)
 
 
 def solve_lyapunov(A: Tensor, Q: Tensor) -> Tensor:
