@@ -309,7 +309,7 @@ class DrawsModel(EnsembleModel):
 
     Raises:
         TypeError: draws that are no tree of tensors.
-        ValueError: leaves that disagree on S, or weights of another number.
+        ValueError: leaves that disagree on S.
 
     Example:
         >>> import torch
@@ -336,10 +336,6 @@ class DrawsModel(EnsembleModel):
                 f"DrawsModel: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape]"
             )
         self._forward_of, self._draws, self._size = forward, draws, lengths.pop()
-        if weights is not None and tuple(weights.shape) != (self._size,):
-            raise ValueError(
-                f"DrawsModel: weights has shape {tuple(weights.shape)} for {self._size} draws: pass one for each"
-            )
         self._num_outputs = num_outputs
 
     @classmethod

@@ -406,17 +406,14 @@ def at_this_step(name: str, value: float | Tensor) -> float | Tensor:
     Raises:
         ValueError: negative, NaN or infinite, not a scalar, or complex.
     """
-    found = value
-    if isinstance(found, Tensor):
-        if found.ndim or found.is_complex():
-            raise ValueError(f"{name}: must be a real scalar, got shape {tuple(found.shape)}, {found.dtype}")
-        if not is_readable(found):
-            return value
-        found = found.item()
-    if not (math.isfinite(found) and found >= 0):
+    if isinstance(value, Tensor) and (value.ndim or value.is_complex()):
+        raise ValueError(f"{name}: must be a real scalar, got shape {tuple(value.shape)}, {value.dtype}")
+    if isinstance(value, Tensor) and not is_readable(value):
+        return value
+    if not 0 <= float(value) < math.inf:
         raise ValueError(
-            f"{name}: its value at this step is {found}, but it must be finite and not negative (the sign of the descent is "
-            "scale_by_neg_lr's); nothing was changed"
+            f"{name}: its value at this step is {float(value)}, but it must be finite and not negative (the sign of the "
+            "descent is scale_by_neg_lr's); nothing was changed"
         )
     return value
 
@@ -430,8 +427,8 @@ def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]
     for leaf, path in zip(leaves, paths):
         if torch.is_tensor(leaf) and leaf.is_meta:
             raise ValueError(
-                f"{who}: leaf {name(path)} of {tree} is on the device meta, and has no values: call init under "
-                "torch.device('cpu'), or another default device than meta, behind loading them"
+                f"{who}: leaf {name(path)} of {tree} is on the device meta, and has no values: load them first, or call init "
+                "under torch.device('cpu') or another default device"
             )
 
 

@@ -96,13 +96,12 @@ class Forward:
         outputs: str | Callable[[Any], Any] | None = None,
     ) -> None:
         self.called, self.module = module, inner_of(module)
-        module = self.module
-        self.inputs = batches.picked(inputs, partial(batch_inputs, module=module))
+        self.inputs = batches.picked(inputs, partial(batch_inputs, module=self.module))
         self.outputs = batches.picked(outputs, as_it_is)
-        self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-        self.has_buffers = any(True for _ in module.buffers())
+        self.names = frozenset(name for name, p in self.module.named_parameters() if p.requires_grad)
+        self.has_buffers = any(True for _ in self.module.buffers())
         every, once = (
-            (*module.named_parameters(remove_duplicate=d), *module.named_buffers(remove_duplicate=d))
+            (*self.module.named_parameters(remove_duplicate=d), *self.module.named_buffers(remove_duplicate=d))
             for d in (False, True)
         )
         self.shares = len(every) > len(once)  # whether a tensor has several names
@@ -479,9 +478,7 @@ def _changes_in_training(layer: nn.Module) -> bool:
 
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
     """Raise for layers that mix data or draw, and for parameters without values."""
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{who}: {name} is on the meta device and has no values: load the trained ones first")
+    checks.with_values(who, "the module", [*module.parameters()], [name for name, _ in module.named_parameters()])
     for name, layer in module.named_modules():
         if isinstance(layer, BatchNorm) and layer.running_mean is None:
             raise ValueError(
@@ -511,14 +508,10 @@ def statistics(
         buffers: those that each draw has.
 
     Raises:
-        ValueError: no layer keeps statistics, no batches, or no draws.
+        ValueError: no batches, or no draws.
     """
     module = copy.deepcopy(module).eval()
     layers = {name: x for name, x in module.named_modules() if isinstance(x, BatchNorm) and x.track_running_stats}
-    if not layers:
-        raise ValueError(
-            "refresh_batch_norm: no layer of the module keeps running statistics, so there is nothing to refresh"
-        )
     for layer in layers.values():
         layer.train()
         layer.reset_running_stats()

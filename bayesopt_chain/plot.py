@@ -234,8 +234,7 @@ def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: 
     ax = axes_or_new("coverage", ax)
     _diagonal(ax, "probability of the interval", "share of targets inside")
     ax.plot([0.0, *plain(needed)], [0.0, *plain(shares)], label=label, drawstyle="steps-post")
-    if label:
-        ax.legend()
+    ax.legend()
     return ax
 
 

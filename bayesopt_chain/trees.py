@@ -89,20 +89,16 @@ def leaves_of(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def are_same(xs: Collection[Any], ys: Collection[Any]) -> bool:
-    """Whether two collections hold the same objects, in the same order."""
-    return len(xs) == len(ys) and all(map(is_, xs, ys))
-
-
 def has_leaves(tree: Any, structure: optree.PyTreeSpec, leaves: Collection[Any]) -> bool:
     """Whether a tree of this structure holds these very leaves, which takes a tenth of the time of flattening it.
 
     A dictionary of another class with the same keys counts as of the same structure.
     """
     try:
-        return are_same(structure.flatten_up_to(tree), leaves)
+        found = structure.flatten_up_to(tree)
     except ValueError:
         return False
+    return len(found) == len(leaves) and all(map(is_, found, leaves))
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> list[Any]:
