@@ -179,8 +179,7 @@ class LinearizedModel(Model):
             keep = torch.tensor([n * m + k % m for n in range(q) for k in output_indices], device=mean.device)
             mean, covariance = mean[..., output_indices], covariance[..., keep, :][..., keep]
         if isinstance(observation_noise, Tensor) or observation_noise:
-            given = observation_noise if isinstance(observation_noise, Tensor) else None
-            noise = self._noise_like(mean, given, output_indices)
+            noise = self._noise_like(mean, observation_noise, output_indices)
             covariance = covariance + torch.diag_embed(noise.flatten(-2))
         if mean.shape[-1] == 1:
             distribution = MultivariateNormal(mean[..., 0], _jittered(covariance))
@@ -288,8 +287,9 @@ class LinearizedModel(Model):
         shape = (*X.shape[:-2], X.shape[-2] * self._outputs, left.shape[1])
         return mean.reshape(*X.shape[:-1], self._outputs), left.reshape(shape), right.reshape(shape)
 
-    def _noise_like(self, like: Tensor, given: Tensor | None, indices: list[int] | None) -> Tensor:
-        noise = self._noise if given is None else given
+    def _noise_like(self, like: Tensor, given: Tensor | bool | None, indices: list[int] | None) -> Tensor:
+        """The variances that are given, else those of the model, of these outputs and of the shape of ``like``."""
+        noise = given if isinstance(given, Tensor) else self._noise
         if noise is None:
             raise ValueError("LinearizedModel: no observation noise is known: pass noise= (a variance) to the model")
         if indices is not None and noise.shape[-1:] == (self._outputs,):
