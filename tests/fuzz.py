@@ -388,7 +388,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
         for name in ("cdf", "draw", "log_prob", "mixture", "nll", "mean")
     },
     "Gaussian likelihood.pooled.draws": lambda: [DATA[:, :1], DATA[:, :1]],
-    **{f"testing.{name}.reference": lambda: bc.sgd(0.1) for name in ("assert_zero_temperature_limit",)},
+    **{f"testing.{name}.reference": lambda: lambda: bc.sgd(0.1) for name in ("assert_zero_temperature_limit",)},
     "capture.backend": lambda: "eager",
     "posterior_ensemble.steps": lambda: 100,
     "posterior_ensemble.members": lambda: 2,
