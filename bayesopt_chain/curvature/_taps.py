@@ -556,16 +556,6 @@ def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> Candid
     return Candidate(parameter, x, Vector((parameter.numel(), 1)), canonical)
 
 
-def _prelu(taps: Taps, func: Any, input: Tensor, weight: Tensor) -> Any:
-    """``y = max(x, 0) + w min(x, 0)``, w one number or one a channel."""
-    if taps.knows(input) or not taps.knows(weight) or weight.ndim > 1 or input.ndim < 1:
-        return NotImplemented
-    y = func(input, weight)
-    channels = () if weight.numel() == 1 or input.ndim < 2 else (weight.numel(),) + (1,) * (input.ndim - 2)
-    aligned = channels or (1,) * weight.ndim
-    return taps.tap(y, _scale_use(weight, input.clamp_max(0), aligned)) if len(aligned) < y.ndim else NotImplemented
-
-
 def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
     """Sum ``[K, N, *]`` over all that a parameter of shape ``aligned`` was broadcast over: ``[K, b, n]``."""
     g = g.reshape(g.shape[0], b, -1, *g.shape[2:])
@@ -588,7 +578,6 @@ _LAYERS: dict[Any, Any] = {
     torch.addmm: _addmm,
     F.embedding: _embedding,
     **{function: _norm for function in (F.batch_norm, F.group_norm, F.layer_norm, F.rms_norm)},
-    F.prelu: _prelu,
     **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{f: _transposed_convolution for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     **{function: _add for function in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},
