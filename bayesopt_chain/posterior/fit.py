@@ -16,9 +16,8 @@ noise by the evidence.
     h        log Z(delta, s) at theta is maximised (``evidence.py``); log delta and log s move towards it by at most 1
 
 for N data, a prior of mean mu (0 by default) with one precision delta for each parameter tensor or one for all, and Gaussian
-noise of variance ``variance / s`` (s = 1 for other likelihoods; of a linear layer alone with several outputs one for each, of
-which L has the geometric mean and nll the ratios to it). L is the negative log joint over N s, so that a learning rate keeps
-its meaning as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never
+noise of variance ``variance / s`` (s = 1 for other likelihoods). L is the negative log joint over N s, so that a learning rate
+keeps its meaning as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never
 leaves. Kept are the parameters with the highest evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for
 model selection in deep learning", algorithm 1).
 """
@@ -158,7 +157,8 @@ class FittedLaplace:
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
         sampled = f" from {how.options['samples']} sampled labels a datum" if "samples" in how.options else ""
-        sampled += ", the factor of the outputs diagonal" if self.has_diagonal_outputs else ""
+        if "diagonal_above" in how.options:
+            sampled += f", the factor of more than {how.options['diagonal_above']} outputs diagonal"
         variance = self.likelihood.noise_variance
         noise = f", dispersion {_range(1 / self.likelihood_scale)}, covariance times {self.covariance_scale:.4g}"
         noise = noise if variance is None else f", noise variance {_range(variance)}"
@@ -203,13 +203,6 @@ class FittedLaplace:
             return likelihood.expected_mean(*linearized(self.model, self.posterior, batch), how)
 
         return torch.cat(asked(self.model, "FittedLaplace.predict", data, answer))
-
-    @property
-    def has_diagonal_outputs(self) -> bool:
-        """Whether a Kronecker factor of a layer's outputs is held as its diagonal alone."""
-        precision = self.seen.precision
-        factors = optree.tree_leaves(precision.left) if isinstance(precision, Kronecker) else []
-        return any(left.ndim == 1 for left in factors)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -821,7 +814,6 @@ def train_by_evidence(
     every: int = 5,
     burn_in: int = 0,
     structure: str = "kronecker",
-    subset: str | Sequence[str] | Callable[[str], bool] = "all",
     prior_precision: float = 1.0,
     prior_mean: Any = 0.0,
     prior_structure: Literal["scalar", "layerwise"] | None = None,
@@ -833,7 +825,8 @@ def train_by_evidence(
 
     Args:
         module: trained in place, in the modes that its layers have (``module.train()`` before, for dropout and batch norm); it
-            is returned in ``eval`` mode with the parameters of the highest evidence.
+            is returned in ``eval`` mode with the parameters of the highest evidence. Parameters that ask for no gradients
+            (``requires_grad_(False)``) stay, and are certain.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start.
         loader: an iterable of batches ``(inputs, targets)`` that can be read again and again; or one such batch.
         optimizer: from a list of parameters to any ``torch.optim`` optimizer, without weight decay. Default: Adam, lr 1e-3.
@@ -841,8 +834,6 @@ def train_by_evidence(
         every: epochs between estimates of the evidence. Default 5.
         burn_in: epochs before the first one. Default 0.
         structure: of the posterior, as for :func:`bayesopt_chain.fit_laplace`; not "low_rank".
-        subset: which parameters are trained and uncertain, as there. Default "all". With "last_layer" the features of a
-            linear last layer are computed once, and the layer alone is trained.
         prior_precision: where it starts, positive. Default 1.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters, which is copied. Default 0. The initial
             weights, ``dict(module.named_parameters())``, are worth trying with a few dozen data: those of a wide layer,
@@ -876,12 +867,11 @@ def train_by_evidence(
     loader, module = as_batches(loader), unwrapped(module)
     of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
-    how = How(likelihood, subset, structure, options, prior_mean=prior_mean, read=Reader(module))
+    how = How(likelihood, "all", structure, options, prior_mean=prior_mean, read=Reader(module))
     with in_mode(module, training=False):
         model = make_model(module, None, peeked(loader, "train_by_evidence", how.read).first, how)
-        data = loader if model.features_of is None else [model.seen_by_head(batch) for batch in map(how.read, loader)]
     means: Any = model.prior_means()
-    count = sum(batch_size(batch) for batch in map(model.how.read, data))
+    count = sum(batch_size(batch) for batch in map(how.read, loader))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     stepper = optimizer(list(chosen.values()))
@@ -900,24 +890,23 @@ def train_by_evidence(
     evidences: list[float] = []
     losses: list[float] = []
     for epoch in with_progress(range(1, epochs + 1), progress, epochs, "epoch"):
-        losses.append(_epoch(module, model, chosen, data, stepper, prior, scale, means, count))
+        losses.append(_epoch(module, model, chosen, loader, stepper, prior, scale, means, count))
         if not math.isfinite(losses[-1]):
             raise ValueError(
                 f"train_by_evidence: the loss is {losses[-1]} after epoch {epoch}: lower the learning rate"
             )
         if epoch != epochs and (epoch <= burn_in or (epoch - burn_in) % every):
             continue
-        held = {name: p.detach().to(model.params[name].dtype, copy=True) for name, p in chosen.items()}
-        now = replace(model, params=held)
+        now = replace(model, params={name: p.detach().clone() for name, p in chosen.items()})
         with in_mode(module, training=False):
-            fitted = _estimated(now, data, prior, scale, tune_noise, of_prior)
+            fitted = _estimated(now, loader, prior, scale, tune_noise, of_prior)
         prior, scale = fitted.prior_precision, fitted.likelihood_scale
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
             best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
     assert best is not None, "the last epoch is always estimated"
     module.eval()
-    write_back(module, best[0].model.params, best[1] if model.features_of is None else None)
+    write_back(module, best[0].model.params, best[1])
     return EvidenceTraining(best[0], evidences, losses)
 
 
@@ -933,16 +922,11 @@ def _epoch(
     count: int,
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
-    total, parameters, likelihood = 0.0, list(chosen.values()), model.likelihood
-    mean_scale = scale.log().mean().exp()
-    if scale.ndim:  # outputs with noises of their own
-        likelihood = likelihood.scaled(scale / mean_scale)
+    total, parameters = 0.0, list(chosen.values())
     for batch in map(model.how.read, data):
-        now = {name: p.to(model.params[name].dtype) for name, p in chosen.items()}  # a last layer's may be float64
-        outputs = _called(module, batch) if model.features_of is None else model.forward(now, batch)
         squares = torch.stack([d * (chosen[name] - means[name]).square().sum() for name, d in prior.items()]).sum()
-        nll = likelihood.nll(outputs, batch[1]).mean()
-        loss = nll + squares / (2 * count * mean_scale.to(squares))
+        nll = model.likelihood.nll(_called(module, batch), batch[1]).mean()
+        loss = nll + squares / (2 * count * scale.to(squares))
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
             parameter.grad = slope
         stepper.step()
