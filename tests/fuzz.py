@@ -369,12 +369,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
         for name in ("log_evidence", "posterior")
     },
     **{f"Swag.{name}.state": lambda: after(bc.swag(2)) for name in ("mean", "posterior")},
-    **{
-        f"VariationalTransform.{name}.state": lambda: VI.init(params())
-        for name in ("negative_elbo", "posterior", "sample")
-    },
-    "VariationalTransform.negative_elbo.loss": lambda: torch.tensor(1.0),
-    "VariationalTransform.negative_elbo.draw": lambda: VI.sample(VI.init(params()), params()),
+    **{f"DrawingTransformation.{name}.state": lambda: VI.init(params()) for name in ("posterior", "sample")},
     **{f"KalmanFilter.{name}.state": lambda: EKF.init(params()) for name in ("log_evidence", "posterior", "predict")},
     "optim.ModelStep.__call__.state": lambda: model_step().state,
     "optim.ModelStep.__call__.params": lambda: model_step().params,
@@ -410,7 +405,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
     "Predictive of draws": lambda: several().predict(DATA),
     "Laplace": bc.laplace,
     "Swag": lambda: bc.swag(2),
-    "VariationalTransform": lambda: VI,
+    "DrawingTransformation": lambda: VI,
     "KalmanFilter": lambda: EKF,
     "optim.SGHMC": optimizer,
     "optim.IVON": lambda: optimizer(bc.optim.IVON),

@@ -418,26 +418,19 @@ class Variational(Drawing):
         return context.leaves(moves), op.keep(state.mean_optimizer, optimizer)
 
     def report(self, state: VariationalState, draw: Draw, loss: Tensor) -> dict[str, Any]:
-        return {"negative_elbo": self.negative_elbo(state, loss, draw)}
-
-    def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
-        """``loss - T H[q]``, and the prior at the draw."""
-        if (self.weight_decay or self.prior is not None) and draw is None:
-            raise ValueError(
-                f"{self.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
-            )
+        """``loss - T H[q]``, and the prior at the draw, without the normaliser of a weight decay's."""
         loss = whole(loss)
-        drawn = [] if draw is None else optree.tree_leaves(draw.params)
+        drawn = optree.tree_leaves(draw.params)
         if self.prior is not None:
             density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
             loss = loss - times(density.to(loss), now(self.temperature, state.step - 1))
         if self.weight_decay:
             squares = torch.stack([whole(x.square().sum()).to(loss) for x in drawn]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
-        if self.is_deterministic:
-            return loss
-        entropy = whole(self.entropy(state.scale))  # of DTensors a message
-        return loss - times(entropy, now(self.temperature, state.step - 1))
+        if not self.is_deterministic:
+            entropy = whole(self.entropy(state.scale))  # of DTensors a message
+            loss = loss - times(entropy, now(self.temperature, state.step - 1))
+        return {"negative_elbo": loss}
 
     def precision(self, state: VariationalState, params: Any) -> Precision:
         """Of the posterior, over the tree of params."""
@@ -703,30 +696,6 @@ class DrawingTransformation(PosteriorTransformation):
         return Gaussian(copied(params), link.precision(mine, params)).factorised()
 
 
-class VariationalTransform(DrawingTransformation):
-    """What ``mean_field``, ``dense`` and ``low_rank`` return."""
-
-    @checks.takes(
-        loss=checks.SCALAR, draw=checks.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
-    )
-    def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
-        """The negative ELBO per datum, in nats: ``loss - T H[q]``.
-
-        Args:
-            state: from ``init`` or ``update``.
-            loss: the mean loss over the draws from that state, 0-d.
-            draw: those draws, needed with ``prior`` and ``weight_decay``, for the prior's density there (with ``weight_decay``
-                without its normaliser, a constant).
-
-        Returns:
-            0-d, differentiable in ``loss``.
-
-        Raises:
-            ValueError: with ``prior`` or ``weight_decay`` and no draw.
-        """
-        return self._link.negative_elbo(self._state(state), loss, draw)
-
-
 # at any temperature
 TAKEN: dict[str, checks.Kind] = {
     "temperature": checks.TEMPERATURE,
@@ -754,7 +723,7 @@ def mean_field(
     prior: Gaussian | None = None,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
-) -> VariationalTransform:
+) -> DrawingTransformation:
     """Independent Gaussians on every parameter: ``theta = mu + sigma * z``. Bayes by backprop (Blundell, Cornebise, Kavukcuoglu
     and Wierstra, 2015).
 
@@ -779,7 +748,7 @@ def mean_field(
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A transformation with ``sample``, ``posterior`` and ``negative_elbo``. ``update`` needs ``params=`` and, unless the
+        A transformation with ``sample`` and ``posterior``. ``update`` needs ``params=`` and, unless the
         temperature is the number 0, ``draw=``, the draw from the very state it is passed. Its state holds phi and twice
         what the optimizer remembers.
 
@@ -810,7 +779,7 @@ def mean_field(
         scale_optimizer=scale_optimizer,
         generator=generator,
     )
-    return VariationalTransform((link,))
+    return DrawingTransformation((link,))
 
 
 @checks.link_takes(**OPTIMIZED)
@@ -826,7 +795,7 @@ def dense(
     prior: Gaussian | None = None,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
-) -> VariationalTransform:
+) -> DrawingTransformation:
     """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z`` (Kucukelbir, Tran, Ranganath, Gelman and
     Blei, 2017).
 
@@ -865,7 +834,7 @@ def dense(
         scale_optimizer=scale_optimizer,
         generator=generator,
     )
-    return VariationalTransform((link,))
+    return DrawingTransformation((link,))
 
 
 @checks.link_takes(
@@ -884,7 +853,7 @@ def low_rank(
     prior: Gaussian | None = None,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
-) -> VariationalTransform:
+) -> DrawingTransformation:
     """A low-rank plus diagonal covariance: ``theta = mu + B z + d * eps`` (Ong, Nott and Smith, 2018).
 
     ``B`` starts random, sharing the first variance ``init_scale ** 2`` with ``d`` in halves, for at ``B = 0`` its gradient
@@ -924,4 +893,4 @@ def low_rank(
         scale_optimizer=scale_optimizer,
         generator=generator,
     )
-    return VariationalTransform((link,))
+    return DrawingTransformation((link,))
