@@ -692,7 +692,7 @@ class DrawingTransformation(PosteriorTransformation):
         require_these(link.shapes(mine), params, str(link))
         if link.is_deterministic:
             raise ValueError(f"{link.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        require_finite(params, "the posterior's mean")  # which is named, as numbers of phi are not
+        require_finite(params, f"{link.name}: params")  # which is named, as numbers of phi are not
         return Gaussian(copied(params), link.precision(mine, params)).factorised()
 
 
