@@ -125,7 +125,7 @@ from bayesopt_chain.posterior.last_layer import with_gradients
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY, Regression
 from bayesopt_chain.precision import Dense, Diagonal, Kronecker, LowRank, Root
-from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size, spectral, unflatten
+from bayesopt_chain.trees import Tree, common_dtype, gram, paths, size, spectral, unflatten, wide
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
 TRIALS = 40  # evaluations that one line search may take
@@ -445,7 +445,7 @@ def tuned(
     prior, found = hyperparameters(tune_by_evidence(evidence, start_at))
     leaves, structure = optree.tree_flatten(model.params)
     of_leaf = {i: prior[n] for n, group in enumerate(objective.leaves) for i in group}
-    return structure.unflatten([of_leaf[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]), found
+    return structure.unflatten([of_leaf[i].to(wide(leaf.dtype)) for i, leaf in enumerate(leaves)]), found
 
 
 def of_layer(model: Model, regression: Regression, tunes_noise: bool) -> Objective:

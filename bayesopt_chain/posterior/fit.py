@@ -82,7 +82,7 @@ from bayesopt_chain.posterior.model import (
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.trees import Tree, paths, require_like, size, spread
+from bayesopt_chain.trees import Tree, paths, require_like, size, spread, wide
 
 # of the estimators of the curvature
 OPTIONS = {name for estimator in ESTIMATORS.values() for name in inspect.signature(estimator).parameters} - {
@@ -354,7 +354,7 @@ class FittedLaplace:
             "squares": seen.squares,
             "entries": seen.entries,
             # one form whatever the tuning, so that every fit of a module is a template for the state of another
-            "prior_precision": structure.unflatten([d.to(p.dtype) for d, p in zip(prior, leaves)]),
+            "prior_precision": structure.unflatten([d.to(wide(p.dtype)) for d, p in zip(prior, leaves)]),
             "likelihood_scale": self.likelihood_scale,
             "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }
@@ -874,6 +874,11 @@ def train_by_evidence(
     count = sum(batch_size(batch) for batch in map(how.read, loader))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
+    if any(p.dtype == torch.float16 for p in chosen.values()):
+        raise ValueError(
+            "train_by_evidence: parameters are float16, in which an eps of Adam such as 1e-8 is 0 and squares end at 65,504: "
+            "train float32 ones, under autocast if need be"
+        )
     stepper = optimizer(list(chosen.values()))
     if not isinstance(stepper, torch.optim.Optimizer):
         raise TypeError(

@@ -54,7 +54,7 @@ from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden, is_readable
-from bayesopt_chain.trees import Tree, copied, paths, paths_of, require_like, size, spread
+from bayesopt_chain.trees import Tree, copied, paths, paths_of, require_like, size, spread, wide
 
 Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
@@ -391,6 +391,7 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
     total: Any = 0
     precisions, means = spread(prior_precision, params, "prior_precision"), spread(prior_mean, params, "prior_mean")
     for leaf, precision, mean in zip(optree.tree_leaves(params), precisions, means):
+        leaf = leaf.to(wide(leaf.dtype))  # squares of float16 end at 65,504
         normaliser = whole((precision / (2 * math.pi)).log().expand(leaf.shape).sum())
         total = total + 0.5 * (normaliser - whole((precision * (leaf - mean).square()).sum()))
     return total

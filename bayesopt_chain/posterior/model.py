@@ -176,6 +176,7 @@ class Model:
         checks.finite_data("fit_laplace: outputs of the model", outputs)
         with torch.no_grad():
             self.likelihood.require(outputs, batch[1], wait=True)
+            outputs = outputs.to(wide(outputs.dtype))  # sums of float16 end at 65,504
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
             squares, weights = loss.new_zeros(()), self.likelihood.weights(batch[1])
             entries = loss.new_full((), len(outputs) * math.prod(self.likelihood.grouping(outputs.shape[1:]).positions))
@@ -255,6 +256,12 @@ def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> Model:
     require_eval(module)
     forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
+    for name, p in own.items():
+        if name in chosen and chosen[name].shape != p.shape:
+            raise ValueError(
+                f"fit_laplace: params has {name} of shape {tuple(chosen[name].shape)}, the module has it of "
+                f"{tuple(p.shape)}: pass parameters of this very module, such as dict(module.named_parameters())"
+            )
     if how.keep != "last_layer":
         return _of_function(forward, chosen, how, first)
     last = find_last_layer(forward, chosen, first)

@@ -144,6 +144,10 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"layers": "all"}, r"fit_laplace: layers is no argument of it.*rank.*subset="),
         ({"module": matrix, "params": WEIGHT}, "of a forward function the last layer is not known"),
         ({"module": matrix, "subset": "head"}, "needs params="),
+        (
+            {"params": {**dict(module().named_parameters()), "2.bias": torch.zeros(5)}},
+            r"2.bias of shape \(5,\), the module has",
+        ),
         ({"prior_structure": "one"}, "fit_laplace: prior_structure must be 'scalar' or 'layerwise', or None, got"),
         ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
         ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
@@ -398,6 +402,25 @@ def test_a_network_in_half_precision_predicts_what_it_does_in_float32(dtype, sub
         assert (found - wanted).abs().max() < 8 * torch.finfo(dtype).eps
     prediction = fits[0].predictive(x[:4])
     assert prediction.mean.dtype == torch.float32 and prediction.log_prob(y[:4]).isfinite().all()
+
+
+def test_the_evidence_of_a_network_in_float16_is_summed_in_float32():
+    """Losses of 20,000 nats, and a prior precision, beyond float16's largest number."""
+    half, x, y = module(1).half(), torch.randn(8, 2), torch.full((8, 1), 200.0)
+    fits = [
+        bc.fit_laplace(
+            model,
+            bc.likelihoods.gaussian(),
+            [(x.to(dtype), y.to(dtype))],
+            subset="all",
+            tune_noise=False,
+            prior_precision=1e6,
+        )
+        for model, dtype in ((half, torch.float16), (copy.deepcopy(half).float(), torch.float32))
+    ]
+    for prior in (1e6, 1.0):
+        found, wanted = (fitted.log_evidence_at(prior).item() for fitted in fits)
+        assert found == pytest.approx(wanted, rel=1e-3)
 
 
 def test_yes_or_no_targets_may_be_booleans():

@@ -9,7 +9,7 @@ from bayesopt_chain.posterior import train_by_evidence
 from bayesopt_chain.posterior.fit import moved
 from tests.nets import Net
 
-N = 60
+N, HALF = 60, torch.ones(4, 2).half()
 
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -109,6 +109,7 @@ def test_hyperparameters_move_by_a_factor_of_e_at_most():
         ({"prior_structure": "layerwise", "structure": "root"}, "'layerwise' with structure='root'.*pass 'scalar'"),
         ({"optimizer": torch.optim.Adam(nn.Linear(1, 1).parameters())}, "optimizer must be a function"),
         ({"optimizer": lambda p: None}, "optimizer returned NoneType"),
+        ({"module": module().half(), "loader": [(HALF, HALF[:, :1])]}, "parameters are float16"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)}, "the optimizer has weight decay"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 1e9), "epochs": 50}, "lower the learning rate"),
     ],
