@@ -155,9 +155,9 @@ def test_factors_of_the_last_layer_are_the_sums_over_columns(likelihood, positio
 def test_1001_classes_are_predicted_from_variances():
     network, x, y = problem(1001, data=30, features=3)
     fitted = bc.fit_laplace(network, categorical(), [(x, y)], tune=None, prior_precision=0.5)
-    assert "outputs diagonal" in repr(fitted)
+    assert "of more than 1000 outputs diagonal" in repr(fitted)
     whole = bc.fit_laplace(network, categorical(), [(x, y)], tune=None, prior_precision=0.5, diagonal_above=2000)
-    assert "diagonal" not in repr(whole)
+    assert "of more than 2000 outputs diagonal" in repr(whole)
     p, phi = network(x).softmax(-1), network[:2](x)
     of_outputs, of_inputs = (p * (1 - p)).sum(0), phi.mT @ phi / 30
     lam = of_outputs[:, None, None] * of_inputs + 0.5 * torch.eye(3)
