@@ -15,7 +15,6 @@ import copy
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -178,7 +177,7 @@ class Engine:
         layout = plan.layout
         self.run, self.noise, self.where = tuple(run), noise, plan.where[run[-1]]
         self.shapes = tuple([layout.shapes[j] for j in self.where])
-        self.sizes = tuple([shape.numel() for shape in self.shapes])
+        self.sizes = integers(tuple([shape.numel() for shape in self.shapes]))
         dtypes = {layout.dtypes[j] for j in self.where}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.is_everything = self.where == tuple(range(len(layout.shapes)))
@@ -480,15 +479,18 @@ class Engine:
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
     ) -> list[Any]:
         """The step with its results in new tensors; a leaf without a gradient keeps its own, and copies of its state."""
-        live = [*g] * len(self.counted)
         out = [y if x is None else torch.empty_like(y) for x, y in zip(g, found.theta if flags & MOVES else g)]
-        trace, memory, square = _like(found.trace, g), _like(found.memory, g), _like(found.square, g)
-        counts = _like(found.counts, live)
-        conditions = [*map(torch.clone if numbers.given is None else torch.empty_like, found.conditions)]
-        steps = [*map(torch.empty_like, found.keys[1:])]
-        counters = _where(found.counts, live), _where(counts, live)
+        trace, memory, square = (_like(xs, g) if xs else xs for xs in found[1:4])
+        counts, counters, keys, conditions = list[Tensor](), ((), ()), list[Tensor](), list[Tensor]()
+        if self.counted:
+            live = [*g] * len(self.counted)
+            counts = _like(found.counts, live)
+            counters = _where(found.counts, live), _where(counts, live)
+        if self.noise is not None:
+            keys = [*found.keys, torch.empty_like(found.keys[1])]
+            conditions = [*map(torch.clone if numbers.given is None else torch.empty_like, found.conditions)]
         lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
-        job, _table = self._job(lists, (*found.keys, *steps), (*found.conditions, *conditions))
+        job, _table = self._job(lists, keys, (*found.conditions, *conditions))
         self._run(job, numbers, flags)
         if trace:
             entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
@@ -496,33 +498,29 @@ class Engine:
             entries[self.learner] = entries[self.learner]._replace(nu=tuple(square))
         for k, i in enumerate(self.counted):
             entries[i] = entries[i]._replace(count=tuple(counts[k * len(g) : (k + 1) * len(g)]))
-        if (noise := self.noise) is not None:
+        if self.noise is not None:
             given = {"memory": tuple(memory)} if memory else {}
             # a key of its own: whoever overwrites one state must not change the other
-            given |= {"key": found.keys[0].clone(), "step": steps[0], "conditions": tuple(conditions)}
-            entries[noise] = entries[noise]._replace(**given)
+            given |= {"key": keys[0].clone(), "step": keys[2], "conditions": tuple(conditions)}
+            entries[self.noise] = entries[self.noise]._replace(**given)
         return out
 
     def _job(
         self, lists: Sequence[Sequence[Any]], keys: Sequence[Tensor], conditions: Sequence[Tensor]
     ) -> tuple[bytes, array[int]]:
-        """A job without the numbers of the step, and the addresses to which it points.
+        """A job without the numbers of the step, and the table of addresses to which it points.
 
         Args:
-            lists: the tensors p to r and the old and the new counters, in the order of the kernel.
+            lists: the tensors p to r and the old and the new counters, in the order of the kernel; ``None`` for a leaf that has
+                no gradient.
             keys: key, step, and where the next step is written.
             conditions: of the last step, and where those of this one are written.
         """
-        table = pointers([*chain.from_iterable(lists)])
-        at, starts = address(table), list[int]()
-        for xs in lists:
-            starts.append(at if xs else 0)
-            at += 8 * len(xs)
+        table = array("q", [0 if x is None else x.data_ptr() for xs in lists for x in xs])
         keyed = (keys[0].data_ptr(), address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
         noted = map(Tensor.data_ptr, conditions) if conditions else (0, 0)
-        counted = len(lists[-1]), *starts[10:]
-        sizes = len(self.sizes), address(integers(self.sizes))
-        return tensors_of(*sizes, *starts[:10], *keyed, *counted, *noted, self.chains), table
+        where = len(self.sizes), address(self.sizes), address(table)
+        return tensors_of(*where, *map(len, lists), *keyed, *noted, self.chains), table
 
     def _run(self, job: bytes, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
@@ -657,10 +655,11 @@ def moved(
     if engine is None or spec is None:
         return None
     try:
-        p, g = spec.flatten_up_to(params), spec.flatten_up_to(grads)
+        g = spec.flatten_up_to(grads)
+        p, structure = (spec.flatten_up_to(params), spec) if inplace else leaves_of(params)
     except ValueError:
         return None
-    if not inplace and leaves_of(params)[1] != spec:
+    if structure != spec:
         return None
     numbers = engine.numbers(entries, g)
     here = (g, p) if engine.is_everything else [[xs[j] for j in engine.where] for xs in (g, p)]

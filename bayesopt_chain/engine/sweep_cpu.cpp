@@ -35,13 +35,10 @@ struct Conditions {
 struct Job {
   int64_t leaves;
   const int64_t* sizes;
-  const void **p, **g, **s, **m, **q, **c;
-  void **u, **t, **w, **r;
+  void** table;         // the addresses of all tensors, list behind list
+  int64_t lengths[12];  // of the lists p, g, s, m, q, c, u, t, w, r, counts and next_counts; 0 for what is not there
   const int64_t *key, *draws, *step;
   int64_t* next_step;
-  int64_t counted;
-  const int64_t** counts;  // null for a leaf without a gradient
-  int64_t** next_counts;
   const Conditions* conditions;
   Conditions* next_conditions;
   int64_t chains;
@@ -232,21 +229,27 @@ void sweep(const Job& job) {
 #define BY_NOISE(S, V) {BY_DECAY(S, V, 0), BY_DECAY(S, V, 1), BY_DECAY(S, V, 2)}
   static const Kernel<Real> table[7][3][2] = {BY_NOISE(0, 0), BY_NOISE(0, 1), BY_NOISE(0, 2), BY_NOISE(1, 1),
                                               BY_NOISE(2, 0), BY_NOISE(2, 1), BY_NOISE(2, 2)};
+  enum { P, G, S, M, Q, C, U, T, W, R, COUNTS, NEXT_COUNTS, LISTS };
+  void** lists[LISTS];
+  void** next = job.table;
+  for (int k = 0; k < LISTS; next += job.lengths[k++]) lists[k] = job.lengths[k] ? next : nullptr;
   const bool draws = job.flags & DRAWS, decays = job.flags & DECAYS;
-  const int velocity = job.s ? (job.flags & NESTEROV ? 2 : 1) : 0, first = job.flags & DIVIDES ? 4 : 0;
+  const int velocity = lists[S] ? (job.flags & NESTEROV ? 2 : 1) : 0, first = job.flags & DIVIDES ? 4 : 0;
   const int form = job.flags & MOMENT ? 3 : first + velocity;
-  const Kernel<Real> kernel = table[form][draws ? (job.m ? 2 : 1) : 0][decays];
+  const Kernel<Real> kernel = table[form][draws ? (lists[M] ? 2 : 1) : 0][decays];
   const Learned nothing = {0, 0, 0, 0, 1, 1, 1, 0};
   std::vector<Move> moves(job.rule ? job.leaves : 0);
   std::vector<Conditions> after(moves.size());
   if (job.rule) numbers_of(job, moves, after);
   const Move* numbers = job.rule ? moves.data() : job.numbers;
   const int64_t stride = job.rule ? 1 : job.stride;
-  const auto p = reinterpret_cast<const Real* const*>(job.p), g = reinterpret_cast<const Real* const*>(job.g),
-             s = reinterpret_cast<const Real* const*>(job.s), m = reinterpret_cast<const Real* const*>(job.m),
-             q = reinterpret_cast<const Real* const*>(job.q), c = reinterpret_cast<const Real* const*>(job.c);
-  const auto u = reinterpret_cast<Real* const*>(job.u), t = reinterpret_cast<Real* const*>(job.t),
-             w = reinterpret_cast<Real* const*>(job.w), r = reinterpret_cast<Real* const*>(job.r);
+  const auto p = reinterpret_cast<const Real* const*>(lists[P]), g = reinterpret_cast<const Real* const*>(lists[G]),
+             s = reinterpret_cast<const Real* const*>(lists[S]), m = reinterpret_cast<const Real* const*>(lists[M]),
+             q = reinterpret_cast<const Real* const*>(lists[Q]), c = reinterpret_cast<const Real* const*>(lists[C]);
+  const auto u = reinterpret_cast<Real* const*>(lists[U]), t = reinterpret_cast<Real* const*>(lists[T]),
+             w = reinterpret_cast<Real* const*>(lists[W]), r = reinterpret_cast<Real* const*>(lists[R]);
+  const auto counts = reinterpret_cast<const int64_t* const*>(lists[COUNTS]);  // null for a leaf without a gradient
+  const auto next_counts = reinterpret_cast<int64_t* const*>(lists[NEXT_COUNTS]);
   constexpr int64_t BLOCK = 1 << 14;
   const bool learning = job.flags & (DIVIDES | MOMENT);
   const int64_t row_size = draws || learning ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
@@ -280,8 +283,8 @@ void sweep(const Job& job) {
   for (int64_t chain = 0; chain < job.chains; ++chain) {
     if (job.rule) std::memcpy(job.next_conditions + chain * job.leaves, after.data(), sizeof(Conditions) * job.leaves);
     if (draws) job.next_step[chain] = job.step[chain] + 1;
-    for (int64_t i = 0; i < job.counted; ++i)
-      if (job.counts[i]) job.next_counts[i][chain] = job.counts[i][chain] + 1;
+    for (int64_t i = 0; i < job.lengths[COUNTS]; ++i)
+      if (counts[i]) next_counts[i][chain] = counts[i][chain] + 1;
   }
 }
 

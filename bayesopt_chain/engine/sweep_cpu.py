@@ -42,8 +42,8 @@ MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, DIVIDES, MOMENT = (2**k for k in ra
 # elements below which threads cost more than they save, with draws and without
 PARALLEL = {True: 2**15, False: 2**17}
 
-# ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, q, c, u, t, w, r, key, draws,
-# step, next_step, counted, counts, next_counts, conditions, next_conditions, chains
+# ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, a table of addresses, the lengths of its
+# lists p, g, s, m, q, c, u, t, w, r, counts, next_counts, key, draws, step, next_step, conditions, next_conditions, chains
 tensors_of = Struct("22q").pack
 # and of this step: numbers, rule, given, live, stride, learned, learned_stride, root, flags, threads
 numbers_of = Struct("10q").pack
