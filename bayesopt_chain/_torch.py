@@ -225,8 +225,8 @@ def run_uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> 
     return function(*args, **options)
 
 
-def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """The graph of the operations of a function of tensors, by ``make_fx``, without those that lead nowhere.
+def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The graph of the operations of a function of trees of tensors, by ``make_fx``, without those that lead nowhere.
 
     That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time. Many
     operations of a network's step under ``vmap`` are views that are laid out as what they view: they are left out.

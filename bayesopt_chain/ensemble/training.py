@@ -195,14 +195,14 @@ class Problem:
             chains=len(self.mine),
             leave_out=[self.folds[m] if held_out else self.folds[m][:0] for m in self.mine],
         )
-        first, theta, noise = every.batch(0, 0), self.theta, self.own(noise)
+        first, theta, noise = batches.flatten(every.batch(0, 0))[0], self.theta, self.own(noise)
         size = (
             noise.reshape(len(noise), -1).mean(1) if self.likelihood.has_noise_scale else torch.ones_like(decay[:, 0])
         )
         fixed = [x.to(theta) for x in (noise, decay, size)]
 
         def batch(step: int) -> Any:
-            return *(first if whole else every.batch(*divmod(step, len(every)))), *fixed
+            return *(first if whole else batches.flatten(every.batch(*divmod(step, len(every))))[0]), *fixed
 
         return batch
 
@@ -219,7 +219,8 @@ class Problem:
 
     def energy(self, theta: Tensor, batch: Any, buffers: Tensors, *, still: bool) -> tuple[Tensor, Tensors]:
         """``s U`` of one member, and its next buffers."""
-        inputs, targets, noise, decay, size = batch
+        *pair, noise, decay, size = batch
+        inputs, targets = batches.flatten(self.data[:2])[1].unflatten(pair)
         forward = self.members.still if still else self.members.training
         outputs, new = forward.with_buffers(self.tree(theta), (inputs, None), buffers)
         if not (still or outputs.requires_grad):
@@ -231,15 +232,14 @@ class Problem:
 
     def step(self, state: State, batch: Any, rate: Tensor) -> tuple[State, Tensor]:
         """One step of Adam of this rank's members, at rates ``[m]``, and their energies before it, ``[m]``."""
-        leaves, spec = batches.flatten(batch)
 
-        def one(theta: Tensor, buffers: Tensors, key: Tensor, leaves: list[Tensor]) -> Any:
+        def one(theta: Tensor, buffers: Tensors, key: Tensor, batch: Any) -> Any:
             with model_draws((key, state.adam.count)):
                 loss = partial(self.energy, buffers=buffers, still=False)
-                grads, info = gradient(loss, theta, spec.unflatten(leaves))
+                grads, info = gradient(loss, theta, batch)
             return grads, info.loss, info.aux
 
-        grads, losses, buffers = mapped(one, self.members.loop, state.theta, state.buffers, state.keys, leaves)
+        grads, losses, buffers = mapped(one, self.members.loop, state.theta, state.buffers, state.keys, batch)
         moves, adam = ADAM.update(grads, state.adam, inplace=False)
         return State(state.theta - rate[:, None] * moves, buffers, state.keys, adam), losses
 
@@ -254,26 +254,14 @@ def program(step: Callable, *given: Any) -> Callable:
     Raises:
         RuntimeError: ``vmap`` refuses the network.
     """
-    leaves, before = batches.flatten(given)
-    after = batches.flatten(given[0])[1]
-
-    def flat(*leaves: Tensor) -> list[Tensor]:
-        return batches.flatten(step(*before.unflatten(leaves)))[0]
-
-    *arrived, _ = flat(*leaves)
+    moved, _ = step(*given)
     try:
-        graph = traced(flat, leaves)
-        other = [*arrived, *leaves[len(arrived) :]]
-        torch.testing.assert_close(graph(*other), flat(*other), rtol=CLOSE, atol=1e-6, equal_nan=True)
+        graph = traced(partial(step), given)  # make_fx counts the self of a method as an argument
+        other = moved, *given[1:]
+        torch.testing.assert_close(graph(*other), step(*other), rtol=CLOSE, atol=1e-6, equal_nan=True)
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
         return step
-
-    @torch.no_grad()
-    def replayed(*given: Any) -> Any:
-        *state, losses = graph(*batches.flatten(given)[0])
-        return after.unflatten(state), losses
-
-    return replayed
+    return torch.no_grad()(graph.forward)
 
 
 class Trained(NamedTuple):
