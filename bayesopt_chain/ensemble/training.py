@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchopt.transform import scale_by_adam
 
 from bayesopt_chain import batches
@@ -141,7 +141,8 @@ class Problem:
         numbers of it that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
         module, found = self.members.still.module, self.members.products(self.data.inputs_of(2)).sizes
         for name, size in fan_in(module).items():  # by their shapes, as of fused recurrent layers
-            if type(module.get_submodule(name.rpartition(".")[0])).__module__.startswith("torch.nn"):
+            layer = type(module.get_submodule(name.rpartition(".")[0]))
+            if layer.__module__.startswith("torch.nn") and layer not in (nn.ParameterList, nn.ParameterDict):
                 found.setdefault(name, size)
         return torch.cat(
             [torch.full_like(x, found.get(name, 1)).flatten() for name, x in self.members.first[0].items()]

@@ -149,7 +149,7 @@ def fan_in(module: nn.Module) -> dict[str, float]:
         * For transposed convolutions: the number of inputs that reach one output on average, which is the number of input
           channels of a group, times the size of the kernel over the product of the strides.
         * For embeddings: 1, because an output is one row.
-        * For parameters with at most one axis, such as biases and the weights of normalisation layers: 1.
+        * For the weights of normalisation layers, and for parameters with at most one axis, such as biases: 1.
 
     Raises:
         TypeError: ``module`` is not a module.
@@ -175,7 +175,8 @@ def fan_in(module: nn.Module) -> dict[str, float]:
 
 def _fan_in(layer: nn.Module, name: str, p: Tensor) -> float:
     """The number of inputs of a unit of one layer, for its parameter ``p`` of this name."""
-    if p.ndim < 2 or not p.numel() or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+    # of an embedding a row is looked up, of a norm each number is multiplied by an entry
+    if p.ndim < 2 or not p.numel() or isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)):
         return 1.0
     if isinstance(layer, TRANSPOSED) and name == "weight":
         reached = math.prod(k / s for k, s in zip(layer.kernel_size, layer.stride))

@@ -432,7 +432,7 @@ def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, 
 
 def products(net, x):
     """``x @ w`` and its relatives, an embedding that is also the head, and what is added or scales, summed up or not."""
-    h = net.norm((x @ net.right) * net.gain[0] + net.added.sum(0))
+    h = net.norm(((x @ net.right) * net.gain[0] + net.added.sum(0))[:, None])[:, 0] * net.scales[0]
     a = h @ net.turned.T + h @ net.copied.double().to(h.dtype)
     b = net.table(torch.zeros(len(x), dtype=torch.long)) @ net.table.weight.T
     c = net.conv(net.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2)) + net.bag(x[:, :1].long() * 0).sum(1)
@@ -443,7 +443,12 @@ def products(net, x):
 def of_products():
     sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
     sizes |= {"weighed": (5, 4), "repeated": (4,)}
-    layers = {"table": nn.Embedding(4, 7), "norm": nn.LayerNorm(5), "up": nn.ConvTranspose1d(4, 6, 2, 2)}
+    layers = {
+        "table": nn.Embedding(4, 7),
+        "norm": nn.LayerNorm((1, 5)),
+        "scales": nn.ParameterList([torch.ones(1, 5)]),
+        "up": nn.ConvTranspose1d(4, 6, 2, 2),
+    }
     layers |= {
         "conv": nn.Conv1d(6, 3, 5, padding=2),
         "lstm": nn.LSTM(7, 2, batch_first=True),
@@ -465,6 +470,7 @@ def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(
         "repeated": 1,
         "added": 1,
         "gain": 1,
+        "scales.0": 1,
         "table.weight": 7,
         "bag.weight": 1,
     }

@@ -249,7 +249,7 @@ def test_fan_in_counts_the_inputs_of_a_unit():
     linear = torch.nn.Linear(7, 3)
     layers = torch.nn.ModuleDict({
         "linear": linear, "grouped": torch.nn.Conv2d(4, 6, 3, groups=2), "up": torch.nn.ConvTranspose1d(4, 2, 6, stride=3),
-        "words": torch.nn.Embedding(11, 5), "lstm": torch.nn.LSTM(5, 8), "norm": torch.nn.LayerNorm(8), "tied": linear,
+        "words": torch.nn.Embedding(11, 5), "lstm": torch.nn.LSTM(5, 8), "norm": torch.nn.LayerNorm((2, 8)), "tied": linear,
     })  # fmt: skip
     fans = bc.links.fan_in(layers)
     assert list(fans) == [name for name, _ in layers.named_parameters()]
