@@ -29,7 +29,7 @@ from bayesopt_chain.ensemble.data import (
     with_noise,
 )
 from bayesopt_chain.ensemble.members import MAKER, Members, copy_of, described, frozen_of, members_of, principal_axes
-from bayesopt_chain.ensemble.stages import Stages, damage_named
+from bayesopt_chain.ensemble.stages import Stages, stored
 from bayesopt_chain.ensemble.training import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Problem, Trained, Training
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.likelihoods._likelihood import REAL
@@ -41,7 +41,6 @@ from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.run import describe, difference
 
 WHO = "posterior_ensemble: "
-MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
 COARSE = 4.0  # roundings of outputs at the targets' mean, of which a deviation has to be larger
 SPARE = 0.04  # of minutes, for what follows training
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
@@ -302,8 +301,7 @@ class Ensemble:
             Traceback (most recent call last):
             FileNotFoundError: ...
         """
-        with damage_named("Ensemble.open", "save it again"):
-            state = files.read_tree(Path(path), torch.device("cpu"))
+        state = stored(Path(path), torch.device("cpu"), "Ensemble.open", "save it again")
         if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         scale, count = Scale(*state["scale"]), next(iter(state["params"].values())).shape[1]
@@ -371,7 +369,7 @@ class EnsembleError(ValueError):
     steps=checks.whole(FEWEST),
     minutes=checks.POSITIVE,
     batch_size=checks.WHOLE,
-    prior_precision=checks.number(f"(0, {MOST_PRECISE}]"),
+    prior_precision=checks.number("(0, 1e12]"),  # weights with a smaller deviation than 1e-6 cannot be trained
     held_out=checks.number("(0, 0.4]"),
     standardize=checks.BOOL,
     path=checks.FOLDER,
@@ -483,8 +481,7 @@ def posterior_ensemble(
     networks = members_of(make_model, members, seed, device, raw.inputs_of(2))
     reader = Reader(networks.still.module)  # which knows what the module takes, and whether it moves labels itself
     raw = Data._make((*reader(batch), raw.size))
-    with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        event = _require_targets(networks, raw, likelihood)
+    event = _require_targets(networks, raw, likelihood)
     pair = raw.folds(held_out, seed)
     counted = [(held.weights_of(likelihood, raw.take(rows)[1]) > 0).any(1).sum() for rows in pair]
     if min(counted) < LEAST_SCORED:
@@ -692,15 +689,12 @@ def _finished(
             "all targets are equal, so that nothing was to be learnt and no constant is worse: pass data that have other "
             "targets too, or predict the one value without networks"
         )
-    if (phi := held.dispersion(problem.likelihood, folds)) is not None:
-        said.append(
-            f"dispersion: held-out squared errors are {phi[0]:.2f} of the variances promised (1 +- {phi[1]:.2f} if right)."
+    phi, error = held.dispersion(problem.likelihood, folds)
+    if phi - 3 * error > 1.1:
+        advice["overdispersed"] = (
+            f"counts vary {phi:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
+            "are too narrow: pass likelihoods.negative_binomial, whose variance grows as its dispersion= falls"
         )
-        if phi[0] - 3 * phi[1] > 1.1:
-            advice["overdispersed"] = (
-                f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
-                "are too narrow: pass likelihoods.negative_binomial, whose variance grows as its dispersion= falls"
-            )
     labels = problem.likelihood.labels(problem.data.targets)
     for what, x, moments_of in (("inputs", problem.data.inputs, scale.inputs), ("targets", labels, [scale.outputs])):
         if lost := far_off(x, moments_of):
@@ -741,8 +735,6 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
         said.append(
             f"prior: the {better} is better than the {worse} by {abs(trained.z):.1f} standard errors on held-out data: {taken}."
         )
-    elif chosen["prior_precision"] is None:
-        said.append(f"prior: the {trained.priors[0]}.")
     return said
 
 
@@ -780,6 +772,9 @@ def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks
     return variance.to(dtype)
 
 
+@unshared_statistics()
+@torch.no_grad()
+@torch.random.fork_rng(devices=[])
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
     inputs = data.inputs_of(LEAST)

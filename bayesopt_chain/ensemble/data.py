@@ -187,12 +187,9 @@ def _moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
 def far_off(tables: Any, moments: Sequence[tuple[Tensor, Tensor] | None]) -> int:
     """How many columns of tables ``[N, D]`` with these moments have a deviation that is made by a few data far from the others,
     such as codes of missing values."""
-    found = 0
-    for x, own in zip(batches.flatten(tables)[0], moments):
-        if own is not None and x.ndim == 2:
-            low, high = x.double().sort(0).values[[len(x) // 4, 3 * len(x) // 4]]
-            found += int(((high > low) & (high - low < CRUSHED * own[1])).sum())
-    return found
+    known = [(x.double(), own[1]) for x, own in zip(batches.flatten(tables)[0], moments) if own and x.ndim == 2]
+    middles = [(x.sort(0).values[[len(x) // 4, 3 * len(x) // 4]].diff(dim=0), width) for x, width in known]
+    return sum(int(((middle > 0) & (middle < CRUSHED * width)).sum()) for middle, width in middles)
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw

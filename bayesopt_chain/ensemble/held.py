@@ -130,11 +130,7 @@ def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
 def fitted(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Likelihood, float, Tensor | None, bool]:
     """How wide predictions are best on some folds: the likelihood, what outputs are widened by, the noise ``[*event]`` if there
     is one, and whether it or the factor is at an end of its grid."""
-    if likelihood.has_noise_scale:
-        noise, at_end = best_noise(likelihood, folds)
-        return likelihood.scaled(1 / noise), 1.0, noise, at_end
-    factor, far = best_factor(likelihood, folds)
-    return likelihood, factor, None, far
+    return (best_noise if likelihood.has_noise_scale else best_factor)(likelihood, folds)
 
 
 def log_scores(likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor:
@@ -143,13 +139,14 @@ def log_scores(likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor:
     return score(widened, folds, factor)
 
 
-def best_noise(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Tensor, bool]:
-    """The noise ``[*event]`` with which the members predict best, and whether one is at an end of its grid."""
+def best_noise(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Likelihood, float, Tensor, bool]:
+    """:func:`fitted` of Gaussian noise, one for each output."""
     grid = NOISES.flip(0)  # the largest first: it is taken where all score the least
     best = torch.stack([scored(likelihood.scaled(1 / c), folds).sum(0) for c in grid.tolist()]).argmax(0)
     counts = torch.cat([weights_of(likelihood, fold.targets) for fold in folds]).sum(0)
     at_end = bool(((best == 0) | (best == len(grid) - 1))[counts > 0].any())
-    return _shrunk(grid.to(counts)[best] * counts, counts).reshape(folds[0].outputs.shape[2:]), at_end
+    noise = _shrunk(grid.to(counts)[best] * counts, counts).reshape(folds[0].outputs.shape[2:])
+    return likelihood.scaled(1 / noise), 1.0, noise, at_end
 
 
 def noise_of_all(
@@ -182,8 +179,8 @@ def disagreement(likelihood: Likelihood, folds: Sequence[Fold], mixed: Collectio
     return (torch.cat(products).sum(0) / torch.cat(counts).sum(0).clamp_min(1e-30)).clamp_min(0)
 
 
-def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, bool]:
-    """What logits are divided by, or noise scales are widened by, and whether it is far from 1."""
+def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[Likelihood, float, None, bool]:
+    """:func:`fitted` of what logits are divided by, or noise scales are widened by; the end says that it is far from 1."""
     mean, far = 0.0, False
     for scales, prior in ((SCALES, 0.5), (FAR, 0.0)) if likelihood.has_width else ():
         logs = scales.log()
@@ -193,7 +190,7 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, b
         mean, far = float(table.softmax(0) @ logs), int(table.argmax()) in (0, len(scales) - 1) or scales is FAR
         if not far:
             break
-    return 1.0 if abs(mean) < NEGLIGIBLE else math.exp(mean), far
+    return likelihood, 1.0 if abs(mean) < NEGLIGIBLE else math.exp(mean), None, far
 
 
 def constant_scores(likelihood: Likelihood, data: Data, folds: Sequence[Fold]) -> Tensor | None:
@@ -231,12 +228,12 @@ def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Te
     return c.detach()
 
 
-def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, float] | None:
+def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, float]:
     """Of counts, the mean of ``(y - mean)^2 / variance`` on the folds, and the standard error that it has of counts as they are
-    promised, by 50 draws of each; that of the targets themselves is as large as what it is to show. ``None`` for others."""
+    promised, by 50 draws of each; that of the targets themselves is as large as what it is to show. 1 and 0 for others."""
     support, parts = likelihood.support, list[Tensor]()
     if support is None or not support.is_discrete or support.high < math.inf:
-        return None
+        return 1.0, 0.0
     for fold in folds:
         p = likelihood.mixture(fold.outputs)
         drawn = p.sample(50, generator=torch.Generator(fold.outputs.device).manual_seed(0))

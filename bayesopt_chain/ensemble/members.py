@@ -22,6 +22,7 @@ from bayesopt_chain._torch import is_wrapped
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules import (
+    BatchNorm,
     Forward,
     Tensors,
     arguments_of,
@@ -33,7 +34,6 @@ from bayesopt_chain.modules import (
 )
 from bayesopt_chain.runs.run import describe
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
 MAKER = checks.Kind(callable, "a torch.nn.Module, or a function (or class) without arguments that makes one")
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
@@ -239,8 +239,13 @@ def members_of(
         ):
             training.get_submodule(name).eval()
     params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
-    networks = (make_functional(m).forward for m in (training, still))
-    return Members(params, buffers, *networks, inputs=batches.tree_map(torch.zeros_like, inputs)).within(Scale())
+    return Members(
+        params,
+        buffers,
+        make_functional(training).forward,
+        make_functional(still).forward,
+        batches.tree_map(torch.zeros_like, inputs),
+    ).within(Scale())
 
 
 def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
@@ -283,25 +288,24 @@ def copy_of(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(p): p for p in frozen_of(module).values()})
 
 
+@torch.random.fork_rng(devices=[])
 def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
-    """A network of these weights, on a device; frozen weights that it shares with a user's
-    module stay where they are there."""
-    with torch.random.fork_rng(devices=[]):
+    """A network of these weights, on a device; frozen weights that it shares with a user's module stay where they are there."""
+    torch.manual_seed(seed)
+    anew = isinstance(make_model, nn.Module)
+    network: Any = copy_of(make_model) if anew else make_model()
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
+    network = inner_of(network)
+    if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
         torch.manual_seed(seed)
-        anew = isinstance(make_model, nn.Module)
-        network: Any = copy_of(make_model) if anew else make_model()
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
-        network = inner_of(network)
-        if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
-            torch.manual_seed(seed)
-            arguments, keywords = arguments_of(network, inputs)
-            with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
-                network(*arguments, **keywords)
-        if anew:
-            _draw_anew(network)
-        elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
-        return (copy.deepcopy(network) if elsewhere else network).to(device)
+        arguments, keywords = arguments_of(network, inputs)
+        with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
+            network(*arguments, **keywords)
+    if anew:
+        _draw_anew(network)
+    elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
+    return (copy.deepcopy(network) if elsewhere else network).to(device)
 
 
 def _draw_anew(module: nn.Module) -> None:

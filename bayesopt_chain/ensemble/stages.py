@@ -12,8 +12,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -128,8 +127,8 @@ class Stages:
         """What was written under a name, ``None`` if nothing was."""
         if self.path is None:
             return None
-        file, stored = self.path / f"{name}.safetensors", damage_named(self.who)(files.read_tree)
-        return self.of_first(lambda: stored(file, self.device) if file.exists() else None)
+        file = self.path / f"{name}.safetensors"
+        return self.of_first(lambda: stored(file, self.device, self.who) if file.exists() else None)
 
     def write(self, name: str, what: dict[str, Any]) -> None:
         """Write a stage, or how far it is."""
@@ -147,10 +146,9 @@ class Stages:
         return cast(Any, spec.unflatten(every))
 
 
-@contextmanager
-def damage_named(who: str, instead: str = "delete it, and it is made anew") -> Iterator[None]:
-    """Say which function read a damaged file, and what to do instead."""
+def stored(file: Path, device: torch.device, who: str, instead: str = "delete it, and it is made anew") -> Any:
+    """What a file holds; of a damaged one it is said which function read it, and what to do instead."""
     try:
-        yield
+        return files.read_tree(file, device)
     except ValueError as err:
         raise ValueError(f"{who}: {str(err).removeprefix('load: ')}; {instead}") from err

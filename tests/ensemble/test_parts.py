@@ -58,7 +58,7 @@ def test_a_surprise_costs_at_most_fifty_nats_and_of_noise_that_never_suffices_th
     p = problem(members=1)
     folds = p.folds_of(outputs(p, lambda m: 1e3))
     assert float(held.score(p.likelihood, folds).min()) == -50
-    assert float(held.best_noise(p.likelihood, folds)[0]) == pytest.approx(10)
+    assert float(held.best_noise(p.likelihood, folds)[2]) == pytest.approx(10)
 
 
 def test_the_noise_of_members_is_their_mean_squared_error_without_outliers():
@@ -152,7 +152,7 @@ def test_logits_are_divided_by_the_mean_factor_that_the_folds_leave_possible(n, 
     lik, generator = bc.likelihoods.categorical(), torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
     y = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
-    found, _ = held.best_factor(lik, [held.Fold(torch.arange(n), y, [0], 3 * logits[None])])
+    _, found, *_ = held.best_factor(lik, [held.Fold(torch.arange(n), y, [0], 3 * logits[None])])
     logs = torch.linspace(math.log(0.1), math.log(10**1.5), 4001, dtype=torch.float64)
     scores = torch.stack([(3 * logits / c).log_softmax(1).gather(1, y[:, None]).sum() for c in logs.exp()])
     mean = float((scores - logs.square() / 2).softmax(0) @ logs)
