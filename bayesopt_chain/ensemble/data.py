@@ -139,8 +139,7 @@ class Scale(NamedTuple):
     @property
     def said(self) -> str:
         """Which of them are not the identity."""
-        parts = ["inputs"] * any(s is not None for s in self.inputs) + ["targets"] * (self.outputs is not None)
-        return " and ".join(parts)
+        return " and ".join(["inputs"] * any(self.inputs) + ["targets"] * (self.outputs is not None))
 
 
 def _scaled(x: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -198,22 +197,16 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
     them.
 
     Raises:
-        TypeError: nothing that data can be read from, or no tensors.
+        TypeError: no tensors.
         ValueError: no targets, inputs that are not finite, too few data, or batches that do not fit together.
     """
     size = data.batch_size if isinstance(data, (Epochs, DataLoader)) else None
     if isinstance(data, Epochs):
-        rows = data.common_rows()
-        data = data.parts() if data.leaves is not None else DataLoader(Subset(data.data, rows.tolist()), AT_ONCE)
+        data = data.parts()
     elif isinstance(data, DataLoader):
         data = _in_order(data, who)
     elif isinstance(data, Dataset):
         data = DataLoader(data, AT_ONCE)
-    elif not isinstance(data, (tuple, list, Mapping)):
-        raise TypeError(
-            f"{who}: data is {type(data).__name__}: pass tensors (inputs, targets), a Dataset, a DataLoader, a "
-            "list of batches, or bc.epochs"
-        )
     is_one = isinstance(data, (tuple, Mapping)) or (isinstance(data, list) and any(map(torch.is_tensor, data[:1])))
     data = batches.tree_map(
         lambda x: x.detach() if isinstance(x, Tensor) else x, data if is_one else _joined(data, who)
