@@ -182,15 +182,14 @@ class Ensemble:
             if self.factor != 1:
                 likelihood, outputs = self.likelihood.widened(outputs, self.factor)
             numbers += outputs.numel() if likelihood.has_classes else 0  # which alone can be added up
-            parts.append(likelihood.pooled(outputs) if numbers > MOST_NUMBERS else likelihood.mixture(outputs))
+            parts.append(likelihood.mixture(outputs))
+            if numbers > MOST_NUMBERS:  # the draws of all data until now are added up, and later those of others
+                parts = [likelihood.pooled(part.outputs) if part.mean_entropy is None else part for part in parts]
         if not parts:
             raise ValueError("predict: data has no batches")
-        entropy = None
-        if numbers > MOST_NUMBERS:  # the draws of some data are added up, and so are those of the others
-            parts = [likelihood.pooled(part.outputs) if part.mean_entropy is None else part for part in parts]
-            entropy = torch.cat([cast(Tensor, part.mean_entropy) for part in parts])
         outputs = torch.cat([cast(Tensor, part.outputs) for part in parts], 1)
-        return replace(likelihood.mixture(outputs), mean_entropy=entropy)
+        entropies = [part.mean_entropy for part in parts if part.mean_entropy is not None]
+        return replace(likelihood.mixture(outputs), mean_entropy=torch.cat(entropies) if entropies else None)
 
     @checks.takes()
     def draws(self) -> Draws:
@@ -209,7 +208,7 @@ class Ensemble:
         """
         size, count = next(iter(self.params.values())).shape[:2]
         made = Draws.from_trees([{k: x[i] for k, x in self.params.items()} for i in range(size)], chains=count)
-        return made.with_buffers(self.buffers) if self.buffers else made
+        return made.with_buffers(self.buffers)
 
     @checks.takes()
     def modules(self) -> list[nn.Module]:
@@ -257,20 +256,22 @@ class Ensemble:
             >>> torch.equal(again.predict(x).mean, e.predict(x).mean)
             True
         """
-        state = {
-            "format": FORMAT,
-            "params": dict(self.params),
-            "buffers": dict(self.buffers),
-            "factor": self.factor,
-            "report": asdict(self.report),
-            "noise": self.likelihood.noise_variance,
-            "seed": self.report.chosen["seed"],
-            "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
-            "loop": self.members.loop,
-            "about": described(self.members, self.likelihood),
-            "inputs": self.members.inputs,
-        }
-        files.write_tree(Path(path), state)
+        files.write_tree(
+            Path(path),
+            {
+                "format": FORMAT,
+                "params": dict(self.params),
+                "buffers": dict(self.buffers),
+                "factor": self.factor,
+                "report": asdict(self.report),
+                "noise": self.likelihood.noise_variance,
+                "seed": self.report.chosen["seed"],
+                "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
+                "loop": self.members.loop,
+                "about": described(self.members, self.likelihood),
+                "inputs": self.members.inputs,
+            },
+        )
 
     @classmethod
     @checks.takes(
@@ -409,8 +410,8 @@ def posterior_ensemble(
             (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are
             ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work (frozen in ``eval`` mode it keeps its
             statistics), and lazy layers are made.
-        data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
-            ``bc.epochs``. They are read once and kept in memory. Data with equal inputs are left out together.
+        data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, an iterable of batches,
+            or ``bc.epochs`` of tensors. They are read once and kept in memory. Data with equal inputs are left out together.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
             used: the noise of each output is found on held-out data. The scale of ``student_t``, in the targets' units, is that
             of training; predictions have the one that held-out data ask for.
@@ -489,9 +490,8 @@ def posterior_ensemble(
             f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
             "classes that are not ignored): leave data without targets out, or pass a larger held_out="
         )
-    # of a likelihood without support or classes targets may be of any kind
-    known = likelihood.support is not None or likelihood.has_classes
-    mean, variance = moments(likelihood, raw.targets) if known else (None, None)
+    has_moments = likelihood.support is not None or likelihood.has_classes  # targets of others may be of any kind
+    mean, variance = moments(likelihood, raw.targets) if has_moments else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
     if standardize is None:
         standardize = not (alike and likelihood.has_noise_scale) and not frozen_of(networks.still.module)
@@ -533,13 +533,15 @@ def posterior_ensemble(
     floor = held.FLOOR if unit is None else held.FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, start["axes"], floor)
     own = [
-        x for layer in networks.training.module.modules() for x in vars(layer).values() if isinstance(x, torch.Tensor)
+        (x, x.clone())
+        for layer in networks.training.module.modules()
+        for x in vars(layer).values()
+        if isinstance(x, Tensor)
     ]
-    before = [x.clone() for x in own]
     with checks.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         training = Training(problem, stages, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
-        if not all(map(torch.equal, own, before)):
+        if not all(torch.equal(x, before) for x, before in own):
             raise ValueError(
                 f"{WHO}the module writes into a tensor of its own that is no buffer, which members would share and predictions "
                 "not see: register it (register_buffer)"
@@ -605,12 +607,11 @@ def _cost(
         most = min(steps, steps_for(problem.data.size, problem.batch_size))
         steps, own = most, (steps - most) * whole * each
     seconds = spent + after + own + steps * whole * each
-    passes = steps * whole * problem.batch_size / problem.data.size
-    said = f"{steps} steps of {problem.batch_size} data, {passes:.4g} passes, about {seconds:.3g} s"
     return {
         "steps": steps,
         "seconds": seconds,
-        "said": f"{problem.count} network{'s' * (problem.count > 1)}, {said}"
+        "said": f"{problem.count} network{'s' * (problem.count > 1)}, {steps} steps of {problem.batch_size} data, "
+        f"{steps * whole * problem.batch_size / problem.data.size:.4g} passes, about {seconds:.3g} s"
         + (f", {own:.3g} of them for chains" if own else ""),
         "each": each,
         "after": after,
@@ -659,8 +660,10 @@ def _finished(
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
             )
-        ends = f"{held.NOISES[0]:g} and {held.NOISES[-1]:g}"
-        said += [f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."] * at_end
+        said += [
+            f"noise: at an end of its grid (between {held.NOISES[0]:g} and {held.NOISES[-1]:g} of the targets' variance) for "
+            "an output."
+        ] * at_end
         said += ["noise: cut to a quarter of that of the members that left a fold out, which disagree by more."] * cut
     else:
         said.append(f"scale: {factor:.3g}, by held-out data.")
@@ -695,8 +698,10 @@ def _finished(
             f"counts vary {phi:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
             "are too narrow: pass likelihoods.negative_binomial, whose variance grows as its dispersion= falls"
         )
-    labels = problem.likelihood.labels(problem.data.targets)
-    for what, x, moments_of in (("inputs", problem.data.inputs, scale.inputs), ("targets", labels, [scale.outputs])):
+    for what, x, moments_of in (
+        ("inputs", problem.data.inputs, scale.inputs),
+        ("targets", problem.likelihood.labels(problem.data.targets), [scale.outputs]),
+    ):
         if lost := far_off(x, moments_of):
             advice[f"{what} far off"] = (
                 f"of {lost} columns of the {what} the middle half lies within {CRUSHED:g} of a standard deviation, so that the "
@@ -724,8 +729,8 @@ def _finished(
 
 def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Scale) -> list[str]:
     """A sentence for each choice."""
-    said = [f"standardised: {scale.said} by their moments; predictions are in the data's units."] if scale.said else []
-    said += [
+    said = [
+        *[f"standardised: {scale.said} by their moments; predictions are in the data's units."] * bool(scale.said),
         f"training: Adam at {chosen['lr']:g}, {chosen['steps']} steps of {chosen['batch_size']}, each member without one of "
         f"two folds of about {max(map(len, problem.folds))}, and {MORE:g} of them more with all data.",
     ]
@@ -797,8 +802,8 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
             f"{WHO}the module returns probabilities, which add up to 1, where logits are asked for: leave out the softmax at "
             "its end"
         )
-    parts = [networks.outputs(data.take(rows)[0]) for rows in torch.arange(LEAST, device="cpu").chunk(2)]
-    if bool((whole - torch.cat(parts)).abs().max() > 0.01 * whole.abs().max()):
+    halves = torch.cat([networks.outputs(data.take(rows)[0]) for rows in torch.arange(LEAST, device="cpu").chunk(2)])
+    if bool((whole - halves).abs().max() > 0.01 * whole.abs().max()):
         raise ValueError(
             f"{WHO}in eval mode the module's outputs for a datum depend on the other data of its batch, or on chance: give "
             "norms running statistics, have all layers as submodules (in nn.ModuleList, not a list), and draw in training alone"

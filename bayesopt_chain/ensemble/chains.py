@@ -28,8 +28,7 @@ from torch import Tensor
 from bayesopt_chain.diagnostics.convergence import split_r_hat
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.training import TIMED, Problem, Tensors, Training, timed
+from bayesopt_chain.ensemble.training import TIMED, Problem, Training, timed
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers import sgd
@@ -53,17 +52,16 @@ class Chains:
 
     Args:
         problem: the networks and the data.
-        buffers: of the networks, ``[M, *]``; they stay as they are.
-        noise: v0, ``[M, *event]``, in units of the targets' variance.
-        precision: of the prior, ``[P]``.
+        followed: of :meth:`bayesopt_chain.ensemble.training.Training.followed`: the networks' ``buffers``, which stay as they
+            are, and the ``precision`` of the prior ``[P]`` and v0 ``[M, *event]`` ``without`` and ``with`` the folds.
         held_out: whether each member leaves its fold out.
     """
 
-    def __init__(self, problem: Problem, buffers: Tensors, noise: Tensor, precision: Tensor, held_out: bool) -> None:
+    def __init__(self, problem: Problem, followed: dict[str, Any], held_out: bool) -> None:
         least = min(problem.seen(held_out))
-        self.problem, self.buffers = replace(problem, batch_size=least), buffers
-        self.decay, self.temperature = (precision / least).expand_as(problem.theta), 1 / least
-        self.batch = self.problem.batches(held_out, 5, noise, self.decay)
+        self.problem, self.buffers = replace(problem, batch_size=least), followed["buffers"]
+        self.decay, self.temperature = (followed["precision"] / least).expand_as(problem.theta), 1 / least
+        self.batch = self.problem.batches(held_out, 5, followed["without" if held_out else "with"], self.decay)
 
     def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
         """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
@@ -134,18 +132,17 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     stages.begin("chains", 1)
     done, ends = training.done, training.followed()
     folds = problem.folds_of(done.pilots, done.kept)
-    buffers, precision = ends["buffers"], ends["precision"]
     numbers = DRAWS * sum(x.numel() for x in done.pilots)
     if numbers > MOST:
         return {"said": f"{DRAWS} draws of the outputs on the folds are {numbers} numbers, and at most {MOST} are held"}
-    chains = Chains(problem, buffers, ends["without"], precision, True)
+    chains = Chains(problem, ends, True)
     plan = stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
     if "said" in plan:
         return plan
     steps = plan["steps"]
     stages.begin("chains", 2 * steps)
     draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, stages.advance)
-    outputs = [torch.stack(x) for x in zip(*(problem.held_out(theta, buffers) for theta in draws))]
+    outputs = [torch.stack(x) for x in zip(*(problem.held_out(theta, ends["buffers"]) for theta in draws))]
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
         return found
@@ -156,7 +153,7 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
         f"errors), R-hat of predictions {agreed:.2f}"
     )
     if z > SURE:
-        after, spent = Chains(problem, buffers, ends["with"], precision, False), time.perf_counter() - began
+        after, spent = Chains(problem, ends, False), time.perf_counter() - began
         left = max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))
         more = stages.once("chains with all data", lambda: {"steps": left})["steps"]
         draws = after.run(draws[-1], more, 2 * problem.seed + 2, stages.advance)
@@ -165,7 +162,7 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
             return {**found, "said": found["said"] + ", but they diverged with all data"}
         found |= {
             "draws": draws,
-            "buffers": {k: x.expand(len(draws), *x.shape) for k, x in buffers.items()},
+            "buffers": {k: x.expand(len(draws), *x.shape) for k, x in ends["buffers"].items()},
             "outputs": outputs,
             "v0": float(ends["with"].mean()),
             "agree": agreed <= AGREE,
@@ -190,7 +187,9 @@ def _planned(chains: Chains, theta: Tensor, seconds: float, each: float, began: 
     return {"steps": steps}
 
 
-def r_hat(folds: list[Fold], outputs: list[Tensor]) -> float:
+def r_hat(folds: list[held.Fold], outputs: list[Tensor]) -> float:
     """The median over held-out predictions of the rank-normalised split R-hat, largest of the folds."""
-    drawn = (torch.stack([outputs[m].double() for m in fold.who], 1).flatten(2) for fold in folds)
-    return max([float(split_r_hat(x)[0].median()) for x in drawn])
+    return max(
+        float(split_r_hat(torch.stack([outputs[m].double() for m in fold.who], 1).flatten(2))[0].median())
+        for fold in folds
+    )

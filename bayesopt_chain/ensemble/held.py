@@ -106,14 +106,13 @@ def z_of(difference: Tensor) -> float:
 def errors(likelihood: Likelihood, fold: Fold) -> tuple[Tensor, Tensor]:
     """Whitened errors ``[m, n, E]`` of a fold's members, and the weights of its targets."""
     whitened = torch.stack([likelihood.whitened(f, fold.targets) for f in fold.outputs])
-    weights = weights_of(likelihood, fold.targets).expand(len(whitened), -1, -1)
-    return whitened.reshape(*whitened.shape[:2], -1), weights
+    weights = weights_of(likelihood, fold.targets)
+    return whitened.reshape(*whitened.shape[:2], -1), weights.expand(len(whitened), -1, -1)
 
 
 def noise_of(likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor:
     """The held-out noise of single members, ``[*event]``, trimmed and shrunk."""
-    every = zip(*(errors(likelihood, fold) for fold in folds))
-    r, w = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in every)
+    r, w = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*(errors(likelihood, f) for f in folds)))
     r = r.square()
     bound = (4 * 1.4826) ** 2 * torch.where(w > 0, r, torch.nan).nanmedian(0).values
     r = torch.where(bound > 0, r.minimum(bound), r)

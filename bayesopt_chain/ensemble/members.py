@@ -260,17 +260,16 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
     """
     first, layers = data.inputs_of(2), dict(members.still.module.named_modules())
     left = {
-        name: seen
-        for name, seen in members.products(first).left.items()
+        name: factors
+        for name, factors in members.products(first).left.items()
         if isinstance(layers[name.rpartition(".")[0]], nn.Linear)
     }
     found: Tensors = {}
-    few, every = (batches.flatten(scale.into((x, None)))[0] for x in (first, data.inputs))
-    for used, x, moments in zip(few, every, scale.inputs):
-        if moments is None or x.ndim < 2:
-            continue
-        used, rows = used.flatten(0, -2), x.flatten(0, -2).double()
-        names = [name for name, seen in left.items() if any(torch.equal(factor, used) for factor in seen)]
+    scaled = (batches.flatten(scale.into((x, None)))[0] for x in (first, data.inputs))
+    seen = [(few, x) for few, x, moments in zip(*scaled, scale.inputs) if moments and x.ndim > 1]
+    for few, x in seen:
+        used, rows = few.flatten(0, -2), x.flatten(0, -2).double()
+        names = [name for name, factors in left.items() if any(torch.equal(factor, used) for factor in factors)]
         if names and rows.shape[1] < min(len(rows), MOST_AXES):
             variances, axes = torch.linalg.eigh(rows.mT @ rows / len(rows))
             if variances[-1] > COLLINEAR * variances.median():

@@ -9,7 +9,6 @@ rank's.
 from __future__ import annotations
 
 import io
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -107,18 +106,17 @@ class Stages:
         Raises:
             ValueError: another call's.
         """
-        mine = json.loads(json.dumps(dict(about)))
+        mine = dict(about)
         if self.path is not None and (what := difference(self.once(CALL, lambda: mine), mine)):
             raise ValueError(
                 f"{self.who}: {self.path} holds another call: {what}; give this one a directory of its own"
             )
 
-    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def once(self, name: str, make: Callable[[], Any]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
         if (found := self.read(name)) is None:
-            own: Any = make()
             # as it is read again: products with another order of axes round in another way
-            own = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, own)
+            own: Any = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, make())
             found = self.of_first(lambda: own)
             self.write(name, found)
         return found

@@ -139,23 +139,25 @@ class Problem:
     def fan_in(self) -> Tensor:
         """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions the
         numbers of it that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
-        module, found = self.members.still.module, self.members.products(self.data.inputs_of(2)).sizes
-        for name, size in fan_in(module).items():  # by their shapes, as of fused recurrent layers
-            layer = type(module.get_submodule(name.rpartition(".")[0]))
-            if layer.__module__.startswith("torch.nn") and layer not in (nn.ParameterList, nn.ParameterDict):
-                found.setdefault(name, size)
-        return torch.cat(
-            [torch.full_like(x, found.get(name, 1)).flatten() for name, x in self.members.first[0].items()]
-        )
+        module, bare = self.members.still.module, (nn.ParameterList, nn.ParameterDict)
+        of_torch = [
+            name
+            for name, layer in module.named_modules()
+            if type(layer).__module__.startswith("torch.nn") and not isinstance(layer, bare)
+        ]
+        # products inside of fused operations, as of recurrent layers, are not seen: by their shapes
+        sizes = {name: size for name, size in fan_in(module).items() if name.rpartition(".")[0] in of_torch}
+        sizes |= self.members.products(self.data.inputs_of(2)).sizes
+        return torch.cat([torch.full_like(x, sizes.get(k, 1)).flatten() for k, x in self.members.first[0].items()])
 
     def folds_of(self, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[held.Fold]:
         """The folds, with the outputs of some members (default: of all)."""
         found = []
         for rows, left in self.left_out:
             if some := [m for m in left if who is None or m in who]:
-                stacked = torch.stack([outputs[m] for m in some]).double()
+                own = torch.stack([outputs[m] for m in some]).double()
                 targets = held.doubled(self.data.take(rows)[1])
-                found.append(held.Fold(rows, targets, some, stacked, self.floor.to(stacked)))
+                found.append(held.Fold(rows, targets, some, own, self.floor.to(own)))
         return found
 
     def held_out(self, theta: Tensor, buffers: Tensors) -> list[Tensor]:
@@ -358,8 +360,9 @@ class Training:
             priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
-        one = torch.ones(event, dtype=torch.float64, device="cpu")
-        noise = torch.stack([(NOISE if p == USUAL else FIRST) * one for p in priors])
+        noise = torch.stack(
+            [torch.full(event, NOISE if p == USUAL else FIRST, dtype=torch.float64, device="cpu") for p in priors]
+        )
         self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {}, {})
         self.state: Any = problem.start()
         self.prepare()
@@ -375,13 +378,13 @@ class Training:
         problem, done, held_out = self.problem, self.done, not self.done.ends
         decay = [self.precision_of[done.now[m]] / n for m, n in zip(problem.mine, problem.seen(held_out))]
         self.batch = problem.batches(held_out, 1 if held_out else 3, done.noise, torch.stack(decay))
-        again = [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine]
-        self.again = torch.tensor(again, dtype=torch.float64, device="cpu")
+        self.again = torch.tensor(
+            [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine], dtype=torch.float64, device="cpu"
+        )
 
     def rates(self, lr: Any) -> Tensor:
         """The rates of this rank's members, ``[m]``, from one for all or one for each."""
-        theta = self.state.theta
-        return torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()
+        return torch.as_tensor(lr, dtype=torch.float64).to(self.state.theta).expand(len(self.problem.mine)).clone()
 
     def seconds(self) -> tuple[float, float]:
         """Of one step, measured, and of what scoring the members in the end will take, by one score of where they start."""
@@ -425,15 +428,15 @@ class Training:
             until: when it has to end, by the clock of ``time.perf_counter``; as many steps as fit. Default: no end.
             most: the steps that may become of ``steps`` then.
         """
-        stages, start = self.stages, 0
+        stages, t = self.stages, 0
         self.done = self.done._replace(steps=(steps, max(1, round(MORE * steps))))
         if half := stages.read("training under way"):
-            start, until = half["step"], until and time.perf_counter() + half["left"]
+            t, until = half["step"], until and time.perf_counter() + half["left"]
             self.done = Trained(**half["done"])
             self.state = optree.tree_structure(self.state).unflatten(self.problem.own(half["leaves"]))
             self.prepare()
-        stages.begin("training", sum(self.done.steps), start)
-        t, looked = start, (start, time.perf_counter())
+        stages.begin("training", sum(self.done.steps), t)
+        looked = t, time.perf_counter()
         renewals, marks = self.marks()
         while t < sum(self.done.steps):
             if t in marks:
@@ -443,13 +446,13 @@ class Training:
                     self.done = self.done._replace(steps=stages.of_first(refitted, t, self.done.steps[0], fit, most))
                     stages.total, (renewals, marks) = sum(self.done.steps), self.marks()
                 if stages.path is not None:
-                    at = {
+                    reached = {
                         "leaves": stages.gathered(optree.tree_leaves(self.state)),
                         "step": t,
                         "left": (until or 0.0) - looked[1],
                         "done": self.done._asdict(),
                     }
-                    stages.write("training under way", at)
+                    stages.write("training under way", reached)
             steps, more = self.done.steps
             if t == steps or t in renewals:
                 self.look()
@@ -458,8 +461,11 @@ class Training:
                 else:
                     self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])
                 self.prepare()
-            rates = self.rates(rate_at(t, lr, steps, more, self.again))
-            self.state, _ = self.run(self.state, self.batch(t if t < steps else t - steps), rates)
+            self.state, _ = self.run(
+                self.state,
+                self.batch(t if t < steps else t - steps),
+                self.rates(rate_at(t, lr, steps, more, self.again)),
+            )
             stages.advance()
             t += 1
         theta, buffers = stages.gathered((self.state.theta, self.state.buffers))

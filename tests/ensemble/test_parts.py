@@ -355,7 +355,8 @@ def closed(p, x, y):
 
 
 def chains_of(p, held_out=False):
-    return Chains(p, {}, torch.full((p.count, 1), V0, dtype=torch.float64), PRECISION, held_out)
+    v0 = torch.full((p.count, 1), V0, dtype=torch.float64)
+    return Chains(p, {"buffers": {}, "precision": PRECISION, "without": v0, "with": v0}, held_out)
 
 
 @pytest.mark.slow
