@@ -306,8 +306,11 @@ class Ensemble:
         if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         scale, count = Scale(*state["scale"]), next(iter(state["params"].values())).shape[1]
-        members = members_of(make_model, count, state["seed"], None, state["inputs"]).within(scale)
-        members = members._replace(loop=state["loop"])
+        members = (
+            members_of(make_model, count, state["seed"], None, state["inputs"])
+            .within(scale)
+            ._replace(loop=state["loop"])
+        )
         if what := difference(state["about"], described(members, likelihood)):
             raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
         if state["noise"] is not None:

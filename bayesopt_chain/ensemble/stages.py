@@ -140,8 +140,10 @@ class Stages:
             return tree
         leaves, spec = optree.tree_flatten(cast(Any, tree))
         parts = gather_tensors({str(i): x for i, x in enumerate(leaves)}, self.mesh)
-        every = [torch.cat([part[str(i)] for part in parts]) if x.ndim else x for i, x in enumerate(leaves)]
-        return cast(Any, spec.unflatten(every))
+        return cast(
+            Any,
+            spec.unflatten(torch.cat([part[str(i)] for part in parts]) if x.ndim else x for i, x in enumerate(leaves)),
+        )
 
 
 def stored(file: Path, device: torch.device, who: str, instead: str = "delete it, and it is made anew") -> Any:
