@@ -384,7 +384,12 @@ class Training:
 
     def rates(self, lr: Any) -> Tensor:
         """The rates of this rank's members, ``[m]``, from one for all or one for each."""
-        return torch.as_tensor(lr, dtype=torch.float64).to(self.state.theta).expand(len(self.problem.mine)).clone()
+        return (
+            torch.as_tensor(lr, dtype=torch.float64, device="cpu")
+            .to(self.state.theta)
+            .expand(len(self.problem.mine))
+            .clone()
+        )
 
     def seconds(self) -> tuple[float, float]:
         """Of one step, measured, and of what scoring the members in the end will take, by one score of where they start."""
