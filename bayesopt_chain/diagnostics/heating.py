@@ -295,7 +295,7 @@ def _overlap(system: Reduced, again: GradientNoise) -> float:
     require_like(again.mean, system.like, "heating: what again is of")
     Q = torch.cat(system.bases)
     rows = flatten(again.rows, system.like).to(Q) * system.roots
-    top = _largest(rows, len(again.eigenvalues))
+    top = principal(rows, len(again.eigenvalues))
     return float((top @ Q.T).square().sum() / top.square().sum())
 
 
@@ -330,7 +330,7 @@ def reduce(
     rows = rows * roots
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])
-    span = _largest(total, rank)
+    span = principal(total, rank)
 
     def curved(v: Tensor) -> Tensor:
         assert curve is not None
@@ -519,10 +519,10 @@ def _series(B: Tensor, P: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return total, power
 
 
-def _largest(rows: Tensor, rank: int) -> Tensor:
+def principal(rows: Tensor, rank: int) -> Tensor:
     """The largest principal directions of some rows, ``rank`` at most, each times its singular value."""
     values, vectors = torch.linalg.eigh((rows @ rows.T).double())
-    return vectors[:, values > 1e-10 * values[-1]][:, -rank:].T.to(rows) @ rows
+    return vectors[:, values >= 1e-10 * values[-1]][:, -rank:].T.to(rows) @ rows
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
