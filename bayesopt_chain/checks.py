@@ -694,7 +694,6 @@ DRAWS = Kind(
     "Draws (of a chain whose draws have weights draws.equally_weighted()), or a tree of real tensors with one entry a draw on "
     "the first axis",
 )
-SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
 
 WORDS: dict[str, Kind] = {  # what an argument of this name is in every function that is checked by `takes`
     "batches": BATCHES,

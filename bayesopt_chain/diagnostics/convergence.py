@@ -321,12 +321,12 @@ BLOCK = 512  # draws whose pairs with as many others are computed together, whic
 
 
 @checks.takes(
-    score=checks.SCORES,
+    score=checks.FUNCTION,
     bandwidth=checks.POSITIVE,
 )
 def ksd(
     draws: Draws | Any,
-    score: Callable[[Any], Any] | Any,
+    score: Callable[[Any], Any],
     *,
     bandwidth: float | None = None,
 ) -> float:
@@ -335,8 +335,8 @@ def ksd(
     Args:
         draws: :class:`bayesopt_chain.Draws` (chains are pooled), or a tree with leaves
             ``[S, ...]``.
-        score: gradient of the log density: a function from the parameters of one draw to a tree like them, or a tree of
-            scores like the draws. For a mean loss sampled at temperature ``T`` it is minus the gradient of the loss over T.
+        score: gradient of the log density, a function from the parameters of one draw to a tree like them. For a mean loss
+            sampled at temperature ``T`` it is minus the gradient of the loss over T.
         bandwidth: ``h``; by default the median distance of (at most 1,000) draws.
 
     Returns:
@@ -354,18 +354,14 @@ def ksd(
         True
     """
     pooled: Any = draws.unchained()[0] if hasattr(draws, "unchained") else draws
-    trees: Any = (pooled, None if callable(score) else score)
-    lengths = {len(x) for x in optree.tree_leaves(trees)}
-    if len(lengths) > 1:
-        raise ValueError(f"ksd: draws and score must have one number of draws in every leaf, got {sorted(lengths)}")
+    lengths = {len(x) for x in optree.tree_leaves(pooled)}
+    if len(lengths) > 1 or min(lengths) < 2:
+        raise ValueError(f"ksd: draws must be at least 2, as many in every leaf, got {sorted(lengths)}")
     size = lengths.pop()
-    if size < 2:
-        raise ValueError(f"ksd: needs at least 2 draws, got {size}")
-    if callable(score):
-        each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], pooled)) for i in range(size)]
-        score = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
-    require_like(score, pooled, "ksd: score")
-    x, s = _matrix(pooled), _matrix(score)
+    each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], pooled)) for i in range(size)]
+    scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
+    require_like(scores, pooled, "ksd: score")
+    x, s = _matrix(pooled), _matrix(scores)
     for name, matrix in (("draws", x), ("score", s)):
         if not checks.is_finite(matrix):
             raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")

@@ -225,12 +225,11 @@ def measures(p: Problem, truth: Tensor, draws: Tensor, seconds: float) -> dict[s
     whitened = torch.linalg.solve_triangular(root, draws.T.cov(), upper=False)
     whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
     some = draws[torch.linspace(0, len(draws) - 1, min(1000, len(draws))).long()]
-    scores = torch.stack([-torch.autograd.functional.jacobian(p.potential, w) for w in some])
     return {
         "mean": ((draws.mean(0) - truth.mean(0)).abs() / sd).max().item(),
         "sd": (draws.std(0) / sd - 1).abs().max().item(),
         "covariance": (whitened - torch.eye(9)).norm().item() / 3,
-        "ksd": bc.diagnostics.ksd(some, scores, bandwidth=1.0),
+        "ksd": bc.diagnostics.ksd(some, lambda w: -torch.autograd.functional.jacobian(p.potential, w), bandwidth=1.0),
         "seconds": seconds,
     }
 

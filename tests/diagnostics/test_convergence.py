@@ -114,7 +114,7 @@ def test_between_exact_draws_it_is_zero_within_its_error():
     """Less ``k0(x, x) = |s|^2 + d / h^2``, which is what a draw has with itself."""
     g = torch.Generator().manual_seed(3)
     x = torch.randn(100, 200, 2, generator=g, dtype=torch.float64) @ torch.linalg.cholesky(torch.linalg.inv(K)).T
-    values = torch.tensor([bc.diagnostics.ksd({"w": rows}, {"w": -rows @ K}, bandwidth=1.0) for rows in x])
+    values = torch.tensor([bc.diagnostics.ksd({"w": rows}, score, bandwidth=1.0) for rows in x])
     values = values.square() - ((x @ K).square().sum((1, 2)) / 200 + 2) / 200
     assert abs(values.mean()) < 4 * values.std() / 10  # false alarm 6e-5
 
@@ -122,7 +122,7 @@ def test_between_exact_draws_it_is_zero_within_its_error():
 def test_it_falls_with_the_draws_and_sees_a_wrong_temperature():
     g = torch.Generator().manual_seed(4)
     x = torch.randn(2000, 2, generator=g, dtype=torch.float64) @ torch.linalg.cholesky(torch.linalg.inv(K)).T
-    few, many, hot = (bc.diagnostics.ksd({"w": w}, {"w": -w @ K}, bandwidth=1.0) for w in (x[:100], x, 1.5 * x))
+    few, many, hot = (bc.diagnostics.ksd({"w": w}, score, bandwidth=1.0) for w in (x[:100], x, 1.5 * x))
     assert many < few / 2 and hot > 3 * many
 
 
@@ -140,11 +140,11 @@ def test_chains_are_pooled():
 
 test_short_runs_and_what_is_unknown_are_refused = refused(
     [
-        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]}), r"ksd: score at .* has shape \(6, 1\)"),
         (
-            lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:5, 0]}),
-            r"one number of draws in every leaf, got \[5, 6\]",
+            lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, lambda p: {"w": p["w"][:1]}),
+            r"ksd: score at .* has shape \(6, 1\)",
         ),
+        (lambda x: bc.diagnostics.ksd({"v": x[:, 0], "w": x[:5, 0]}, score), r"as many in every leaf, got \[5, 6\]"),
         (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, lambda p: {"v": p["w"]}), "ksd: score has the tree"),
         (
             lambda x: bc.diagnostics.ksd({"a": x[:, 0], "b": x[:, 0, 0]}, lambda p: {"a": p["b"], "b": p["a"]}),

@@ -103,7 +103,7 @@ WRONG: list[Any] = [
     (
         lambda: ksd({"a": torch.randn(5, 2), "b": torch.randn(4, 2)}, lambda p: p),
         ValueError,
-        r"ksd: draws and score must have one number of draws in every leaf, got \[4, 5\]",
+        r"as many in every leaf, got \[4, 5\]",
     ),
     *(
         (lambda b=b: observed(batches=b, function=summed), ValueError, "observe: the loss is a sum over the batch")
