@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
@@ -47,7 +48,6 @@ import optree
 import torch
 from torch.utils.data import SequentialSampler
 
-from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import checks
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import read, require_unclipped
@@ -58,6 +58,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     initialised_devices,
     loss_at,
     require_mean,
+    rows_of,
     size_of,
     trace,
 )
@@ -98,8 +99,6 @@ class Suggestion:
             curvature, and of the largest.
         report: what :func:`bayesopt_chain.diagnostics.heating` says of the suggestion where it is hotter, at ``params`` or at
             the end of the trial run.
-        passes: over the data that suggesting took; a product with the Hessian counts as two.
-        diverged: how many trial runs diverged; each halved the share of the stability limit.
         notes: what limits the rate and what would buy more, a sentence each.
     """
 
@@ -112,19 +111,12 @@ class Suggestion:
     heating: float
     draws_per_epoch: float
     report: Heating
-    passes: float
-    diverged: int
     notes: tuple[str, ...]
-
-    @property
-    def excess(self) -> float:
-        """Share by which the batches widen the variance of the worst direction, an estimate from few gradients."""
-        return self.report.worst
 
     def __str__(self) -> str:
         momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
         head = f"lr {self.lr:.3g}{momentum}, batches of {self.batch_size}: {self.draws_per_epoch:.2g} effective draws an epoch"
-        return "\n".join([f"{head}, {self.excess:.1%} of heat.", *self.notes])
+        return "\n".join([f"{head}, {self.report.worst:.1%} of heat.", *self.notes])
 
 
 class Source(NamedTuple):
@@ -285,7 +277,7 @@ class _Adviser:
                 "bc.sghmc(lr, momentum, ...), or baoab(lr**0.5, friction=c / lr**0.5, ...)"
             )
         self.allowed = math.inf if epochs is None else SHARE * epochs
-        self.passes, self.compared = 0.0, list[Any]()
+        self.compared = list[Any]()
 
     def run(self) -> Suggestion:
         """The answer."""
@@ -317,8 +309,6 @@ class _Adviser:
             heating if heating < 0.99 * best.stability else math.inf,
             best.draws,
             max(self._reports(models, best.momentum, best.batch_size, best.lr), key=lambda report: report.worst),
-            self.passes,
-            diverged,
             tuple([note.says for note in notes]),
         )
 
@@ -333,11 +323,7 @@ class _Adviser:
             roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, optree.tree_leaves(params))]
             curved = trace(product, params, roots, PROBES)
             again = _again(system, [hessian_product(loss, params, [batch]) for batch in other])
-        except RuntimeError as err:
-            # setup_context: an autograd.Function of old form
-            lacks = any(words in str(err) for words in ("no second derivative", "setup_context"))
-            if not isinstance(err, NotImplementedError) and not lacks:
-                raise
+        except NotImplementedError as err:
             raise ValueError(
                 "suggest_lr: loss must have dense gradients and products with its Hessian, which torch lacks for a part of it: "
                 f"{str(err).strip().splitlines()[0]:.160}; of nn.Embedding take sparse=False, and for nn.EmbeddingBag the mean "
@@ -352,7 +338,6 @@ class _Adviser:
         top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
         if not top + prior > 0:
             raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
-        self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS + 2 * len(other) / len(joined))
         moving = int((system.roots > 0).sum())
         mean = max(curved / moving, 1e-5 * top)
         return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, again, level, moving)
@@ -418,10 +403,9 @@ class _Adviser:
             params, state, info = step(params, state, batch)
             losses.append(info.loss)
             if not math.isfinite(info.loss):  # of the chain, or of the batch, which no smaller rate mends
-                here = loss_at(self.loss, self.params, batch)
-                _require_finite(float(here), f"at params the loss of batch {len(losses)} of the trial run")
+                there = float(loss_at(self.loss, self.params, batch))
+                _require_finite(there, f"at params the loss of batch {len(losses)} of the trial run")
                 break
-        self.passes += len(losses) / steps_per_epoch
         level, error = mode.level
         # a Gaussian of P directions lies T P / 2 above its mode
         highest = level + 2 * self.temperature * mode.moving + 0.1 * abs(level) + 4 * error
@@ -543,13 +527,10 @@ def _source(data: Any, seed: int) -> Source:
 
     def measured(most: float, number: int) -> tuple[int, list[Any], list[Any], list[Any]]:
         m = int(min(MOST, max(FEWEST, most / base)))
-        if isinstance(data, Sequence):
-            stride = math.ceil(count / m)  # the first of a list may be unlike the rest
-            made, other = (list(data[(number + i) % stride :: stride]) for i in range(2))
-            other = other if stride > 1 else []
-        else:
-            both = list(islice(data, 2 * m))
-            made, other = both[:m], both[m:]
+        # the first of a list may be unlike the rest
+        mixed = random.Random(seed + number).sample(data, count) if isinstance(data, Sequence) else data
+        both = list(islice(mixed, 2 * m))
+        made, other = both[:m], both[m:]
         return base, (made if len(made) > 1 else 2 * made), made, other
 
     return Source(base * count, measured, (base,), "fixed" if is_fixed else "reshuffled", lambda size: data)
@@ -565,8 +546,8 @@ def _of_rows(tree: Any, size: int, sizes: tuple[int, ...], order: Any, seed: int
         m = int(min(MOST, len(small), max(FEWEST, most / base)))
         made = [small.batch(0, k) for k in range(min(2 * m, len(small)))]
         each = m // 4 if m % 4 == 0 else m
-        parts = [made[i : i + each] for i in range(0, len(made) - each + 1, each)]
-        joined = [batch_trees.tree_map(lambda *x: torch.cat(x), *part) for part in parts]
+        larger = epochs(tree, base * each, seed=seed + number)  # of the same data, in the same order
+        joined = [larger.batch(0, k) for k in range(len(made) // each)]
         return base, (made[:m] if m > 1 else 2 * made), joined[: m // each], joined[m // each :]
 
     def batches(b: int) -> Any:
@@ -582,14 +563,10 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
         ValueError: it is a sum, or the data of a batch act on each other.
     """
     batch = next(iter(source.batches(max(source.sizes))))
-    sizes = {len(x) if torch.is_tensor(x) and x.ndim else 0 for x in batch_trees.flatten(batch)[0]}
-    half = min(8, sizes.pop() // 2) if len(sizes) == 1 else 0
+    half = min(8, (size_of(batch) or 0) // 2)
     if not half:
         return
-    parts = [
-        batch_trees.tree_map(lambda x, at=at: x[at], batch)
-        for at in (slice(2 * half), slice(half), slice(half, 2 * half))
-    ]
+    parts = [rows_of(batch, at) for at in (slice(2 * half), slice(half), slice(half, 2 * half))]
     whole, *halves = (float(loss_at(loss, params, part)) for part in parts)
     _, error = require_mean("suggest_lr", loss, params, parts[0])
     draws = error > 0 or not math.isfinite(whole)

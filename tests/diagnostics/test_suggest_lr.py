@@ -62,7 +62,7 @@ def test_both_limits_on_quadratics(chain, condition, order):
     assert exact_worst(make(found.heating * 0.95), H, noises, order) < 0.05
     assert exact_worst(make(found.heating * 1.05), H, noises, order) > 0.05
     assert found.lr == pytest.approx(min(found.heating, found.stability / 10), rel=0.02)
-    assert found.excess == pytest.approx(0.05, rel=0.05) and found.momentum is None and found.batch_size == 1
+    assert found.report.worst == pytest.approx(0.05, rel=0.05) and found.momentum is None and found.batch_size == 1
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.99])
@@ -101,7 +101,7 @@ def test_groups_are_advised_together():
     for lr, stable in ((0.95 * found.stability, True), (1.05 * found.stability, False)):
         M, _, _ = affine(make(lr), H, like)
         assert bool(torch.linalg.eigvals(M).abs().amax() < 1) == stable
-    assert found.excess <= 0.05 * 1.01
+    assert found.report.worst <= 0.05 * 1.01
 
 
 def at(N, momentum=0.9):
@@ -148,7 +148,7 @@ def test_trial_runs_start_from_the_state_that_is_given():
     make, data = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), bc.epochs(data, 20)
     _, state = bc.sample(bc.make_step(squares, make(1e-5)), mode, make(1e-5).init(mode), data, steps=60).last
     given = optree.tree_map(torch.clone, state)
-    assert bc.suggest_lr(make, squares, mode, data, epochs=20, state=state).diverged == 0
+    assert bc.suggest_lr(make, squares, mode, data, epochs=20, state=state).lr > 0
     assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(given)))
     with pytest.raises(ValueError, match="state of a run"):
         bc.suggest_lr(make, squares, mode, data)
@@ -219,7 +219,7 @@ def test_models_of_many_parameters_do_not_run_away(problem, size):
     loss, mode, data = problem()
     N, P = len(data[0]), sum(x.numel() for x in optree.tree_leaves(mode))
     found = bc.suggest_lr(at(N), loss, mode, bc.epochs(data, size) if size < N else data)
-    assert 0 < found.lr <= found.stability / 10 and found.excess <= 0.05 * 1.01
+    assert 0 < found.lr <= found.stability / 10 and found.report.worst <= 0.05 * 1.01
     step, start = bc.make_step(loss, found.tx), found.tx.init(mode)
     draws = bc.sample(step, mode, start, found.batches, steps=1000, burn_in=500, thinning=25)
     levels = torch.stack([loss(w, data) for w in draws])
@@ -266,8 +266,14 @@ def test_a_tenth_of_a_short_run_pays_for_a_rate_whose_exact_heat_is_small(seed):
     tails = torch.randn(N, d, generator=g) * torch.logspace(0, -1, d)
     x = tails * torch.randn(N, 1, generator=g).abs() if seed % 2 else tails
     (x, y), mode = linear(x, g, noise=1 + (seed % 2) * x[:, 0].abs())
-    found = bc.suggest_lr(at(N), squares, mode, bc.epochs((x, y), b, seed=seed), epochs=100, seed=seed)
-    assert heat_of(found, x, y) < 0.2 and found.passes < 11
+    seen = []
+
+    def loss(w, batch):
+        seen.append(len(batch[1]))
+        return squares(w, batch)
+
+    found = bc.suggest_lr(at(N), loss, mode, bc.epochs((x, y), b, seed=seed), epochs=100, seed=seed)
+    assert heat_of(found, x, y) < 0.2 and sum(seen) < 11 * N
 
 
 @pytest.mark.slow
@@ -296,7 +302,7 @@ def test_a_clip_that_never_acts_is_none():
         )
         for front in ((torchopt.clip_grad_norm(1e3),), ())
     )
-    assert (far.lr, far.stability, far.excess) == (none.lr, none.stability, none.excess)
+    assert (far.lr, far.stability, far.report.worst) == (none.lr, none.stability, none.report.worst)
 
 
 def dropped(w, batch):
@@ -305,7 +311,9 @@ def dropped(w, batch):
 
 def test_dropout_is_said_and_counted_and_no_sum():
     found, plain = (bc.suggest_lr(at(400), loss, mode, [data]) for loss in (lambda w, b: dropped(w, b).mean(), squares))
-    assert "dropout" in str(found) and found.excess > 0 and "dropout" not in str(plain) and plain.excess == 0
+    assert (
+        "dropout" in str(found) and found.report.worst > 0 and "dropout" not in str(plain) and plain.report.worst == 0
+    )
 
 
 def grouped(lr):
