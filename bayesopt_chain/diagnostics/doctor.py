@@ -227,18 +227,9 @@ def doctor(
 def _minus_log_likelihood(
     forward: Any, likelihood: Any, targets: Callable[[Any], Any], params: Any, batch: Any
 ) -> tuple[Tensor, Any]:
-    """The sum of ``- likelihood.log_prob(forward(params, batch), targets(batch))`` over a batch, and how many targets count.
-
-    Raises:
-        ValueError: it fails, or outputs and targets broadcast.
-    """
-    try:
-        y = targets(batch)
-        own, weights = likelihood.losses(forward(params, batch), y), likelihood.weights(y)
-    except Exception as err:
-        raise ValueError(
-            f"doctor: forward(params, batch) and likelihood.losses(outputs, targets) fail on {checks.short(batch)}: {err}"
-        ) from err
+    """The sum of ``- likelihood.log_prob(forward(params, batch), targets(batch))`` over a batch, and how many targets count."""
+    y = targets(batch)
+    own, weights = likelihood.losses(forward(params, batch), y), likelihood.weights(y)
     return own.sum(), own.numel() if weights is None else weights.sum()
 
 
@@ -323,10 +314,8 @@ def _finite(m: Any) -> dict[str, Any]:
     stride = max(1, math.ceil(sum(map(math.prod, m.draws.shapes.values())) / m.n / MOST))
     names = zip(names_of(m.draws[0]), m.draws.shapes)
     leaves = {shown: _looked_at(m.draws, f"params/{name}", m.n, stride) for shown, name in names}
-    try:
-        losses = m.draws.loss.double().cpu().reshape(m.count, -1)
-    except ValueError:  # none were kept
-        losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
+    nothing = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
+    losses = m.draws.loss.double().cpu().reshape(m.count, -1) if m.draws._has("_loss") else nothing
     finite = torch.isfinite(losses).all(1)
     has_stopped, early = "the loss of" in m.why, losses[: max(len(losses) // 4, 1)].abs()
     is_level = has_stopped and len(losses) >= 2 and bool(losses[-1].abs().max() <= GROWTH * early.max())
@@ -595,9 +584,7 @@ def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
 
     try:
         values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError):  # a product that is NaN, or an operation without second derivative
+    except (RuntimeError, ValueError):  # a product that is NaN, an operation without second derivative, no memory
         return []
     return [u[moves > 0].double().cpu() for k, u in zip(values, vectors) if k > 1e-6 * values.abs().max()]
 
@@ -643,11 +630,7 @@ def _chain(draw: Any, chains: int | None, c: int) -> Any:
 
 def _forces(draws: Draws, tx: Any, temperature: float | None) -> tuple[dict[str, float], Any]:
     """Temperatures and forces of the chain, by its schedule at the last draw."""
-    try:
-        step = int(draws.steps[-1]) - 1
-    except KeyError:
-        step = None
-    return forces_of(tx, _chain(draws[len(draws) - 1], draws.chains, 0), temperature, step)
+    return forces_of(tx, _chain(draws[len(draws) - 1], draws.chains, 0), temperature, int(draws.steps[-1]) - 1)
 
 
 LOOK = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."

@@ -246,8 +246,9 @@ def heating(
 def _gradients(noise: GradientNoise) -> Iterator[Any]:
     """The gradients of the batches that noise was measured on, to a share of ``1 / m`` where they are of several epochs."""
     for i in range(noise.batches):
-        away = optree.tree_map(lambda row, i=i: row[i] * math.sqrt(noise.batches - 1), noise.rows)
-        yield optree.tree_map(torch.add, noise.mean, away)
+        yield optree.tree_map(
+            lambda mean, rows, i=i: mean + rows[i] * math.sqrt(noise.batches - 1), noise.mean, noise.rows
+        )
 
 
 NO_MAP = (  # why draws cannot be cooled: the first that holds
@@ -275,8 +276,7 @@ def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Calla
     half = variance.sqrt()
     m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(variance)) * half)
     transport = half[:, None] * ((P / m.sqrt()) @ P.T) * half
-    basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
-    directions = optree.tree_leaves(unflatten(basis, system.like))
+    directions = optree.tree_leaves(unflatten(closed.V.T.to(system.bases[0]) @ torch.cat(system.bases), system.like))
     change = (transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device)
     scales = [gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]
 
