@@ -90,7 +90,6 @@ BENT = 4.0  # times the chain's own motion, of which a Hessian that is known fro
 DRIFT = 2.0  # standard deviations
 RINGS = 0.85  # autocorrelation from which what is left is an oscillation of the chain
 GIVE_UP = 4  # windows, after which it says that it has seen nothing
-SKIPPED = 0.1  # share of a window's steps that may be passed over
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
 TOTAL = 20.0  # rho from which the loss may be a sum over the batch
 
@@ -112,8 +111,7 @@ WARNING = (  # of each kind the first that holds, one after the other
     Row("do", lambda m: m.order == "reshuffled" and not m.steps and m.memory > LONG,
         ". Pass steps_per_epoch=, the optimizer steps in a pass over the data: a momentum that remembers {memory:.3g} steps "
         "may cancel nearly all of that noise"),
-    Row("do", lambda m: m.lr is None, ". Multiply every learning rate by {cooler:.1g}" + COOLER),
-    Row("do", lambda m: True, ". Use lr {lower:.1g} (now {lr:.2g})" + COOLER),
+    Row("do", lambda m: True, ". Multiply every learning rate by {cooler:.1g}" + COOLER),
 )  # fmt: skip
 
 
@@ -173,9 +171,11 @@ class HeatGuard:
         self._close()
 
     def _close(self) -> None:
+        """Forget the window that is open, and wait for the next."""
         self._window: Window | None = None
         self._chain: _Chain | None = None
-        self._skipped: list[set[int]] = []  # of each step that was passed over, the parameters that were missing
+        while self._start <= self._steps:
+            self._start = max(STARTS[1], 2 * self._start)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
@@ -274,24 +274,16 @@ class HeatGuard:
             w = self._window = Window([*here.values()])
         missing = w.leaves.keys() - here.keys() if w else set[int]()
         if w is None or missing:
-            return self._skip(w, missing)
+            # left out from here on, unless that is everything, as in a step without gradients
+            self._absent |= missing if here else set()
+            return self._fail(
+                "the parameters that have a gradient and a temperature changed from one step to the next. Look at it in a run "
+                "in which some stay the same"
+            )
         w.add(here)
         if len(w.rates) in (SHORT, SHORT + WINDOW):
             self._read(w, here)
         return None
-
-    def _skip(self, w: Window | None, missing: set[int]) -> None:
-        """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
-        self._skipped.append(missing)
-        if len(self._skipped) <= SKIPPED * WINDOW:
-            return
-        often = set[int]().union(*self._skipped)
-        if w is not None and len(often) < len(w.leaves):
-            self._absent |= often
-        self._fail(
-            "the parameters that have a gradient and a temperature changed too often. Look at it in a run in which they stay "
-            "the same"
-        )
 
     def _fail(self, why: str) -> None:
         """Give up a window, and say so once where none was read."""
@@ -332,18 +324,15 @@ class HeatGuard:
                 X[:, filled],
                 momentum,
                 first.first,
+                rates / leaves[0].rate,
+                temperatures / leaves[0].temperature,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                rates=rates / leaves[0].rate,
-                temperatures=temperatures / leaves[0].temperature,
                 elements=int(w.sketch.newest[0].count_nonzero()),
             )._replace(end=self._steps)
-            lrs = {x.lr for x in leaves} if bool((rates == rates[0]).all()) else set()
-            self._judge(heat, float((rates / temperatures).mean()), momentum, lrs)
+            self._judge(heat, float((rates / temperatures).mean()), momentum)
         self._close()
-        while self._start <= self._steps:
-            self._start = max(STARTS[1], 2 * self._start)
 
-    def _judge(self, heat: Heat, rate: float, momentum: float, lrs: set[float | None]) -> None:
+    def _judge(self, heat: Heat, rate: float, momentum: float) -> None:
         """Remember a full window, and warn where it is hot."""
         self.readings.append(heat)
         is_falling = self._last is not None and heat.rho / rate < self._last / 2
@@ -352,11 +341,9 @@ class HeatGuard:
         is_sure = heat.rho > max(SURE * heat.standard_error, BENT * heat.own)
         if heat.excess <= least or not is_sure or max(heat.drift / DRIFT, heat.ringing / RINGS) >= 1 or is_falling:
             return
-        lr = next(iter(lrs)) if len(lrs) == 1 else None
-        cooler = min(1.0, 0.1 / heat.rho)
         m = SimpleNamespace(
             rho=heat.rho, error=heat.standard_error, times=1 + heat.excess, order=self.order, steps=self.steps_per_epoch,
-            memory=1.0 / max(1.0 - momentum, 1e-9), cooler=cooler, lr=lr, lower=cooler * (lr or 0.0),
+            memory=1.0 / max(1.0 - momentum, 1e-9), cooler=min(1.0, 0.1 / heat.rho),
         )  # fmt: skip
         self._warn("".join(part.says for part in judged(WARNING, m, set())))
 
@@ -454,7 +441,6 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
 
 BUCKETS = 256
 FEW = 4096  # elements which a window may read of any model
-HELD = 2**14  # numbers of several steps that are copied before they are sketched: what the processor's cache holds
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 3  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
@@ -474,7 +460,6 @@ class Leaf(NamedTuple):
         momentum: ``mu`` of the chain.
         first: ``f``, the share of ``lr_eff`` that a gradient moves in its own step.
         root: ``sqrt(P)``, a number or a tensor like the gradient, negative where the loss is maximised.
-        lr: the learning rate, for the advice; ``None`` where it is not known.
     """
 
     key: int
@@ -485,7 +470,6 @@ class Leaf(NamedTuple):
     momentum: float
     first: float
     root: float | Tensor = 1.0
-    lr: float | None = None
 
 
 class Heat(NamedTuple):
@@ -557,10 +541,10 @@ def read_heat(
     positions: Tensor,
     momentum: float,
     first: float,
+    rates: Tensor,
+    temperatures: Tensor,
     *,
     steps_per_epoch: int | None = None,
-    rates: Tensor | None = None,
-    temperatures: Tensor | None = None,
     elements: int = 0,
 ) -> Heat:
     """Estimate the heat from a window of consecutive steps.
@@ -569,21 +553,20 @@ def read_heat(
         gradients: ``[steps, buckets]``, float64: sketches of ``s g`` with ``s = sqrt(lr_eff P / 2 T)`` of the first step.
         positions: likewise of ``theta / (2 T s)``, before each step.
         momentum, first: as in :class:`Leaf`.
-        steps_per_epoch: of reshuffled epochs; ``None`` for independent batches.
-        rates: ``[steps]``, ``lr_eff`` of each step over that of the first. Default: constant.
+        rates: ``[steps]``, ``lr_eff`` of each step over that of the first.
         temperatures: likewise of ``T``.
+        steps_per_epoch: of reshuffled epochs; ``None`` for independent batches.
         elements: how many elements were added up in the buckets.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
         >>> noise, still = torch.randn(97, 5, dtype=torch.float64, generator=generator), torch.zeros(97, 5).double()
-        >>> 0.5 < read_heat(noise, still, 0.9, 0.1).rho < 1.5  # noise alone, of variance 1 in every direction
+        >>> ones = torch.ones(97, dtype=torch.float64)
+        >>> 0.5 < read_heat(noise, still, 0.9, 0.1, ones, ones).rho < 1.5  # noise alone, of variance 1 in every direction
         True
     """
-    G, X, mu = gradients, positions, momentum
-    r = torch.ones(len(G), dtype=torch.float64, device="cpu") if rates is None else rates
-    budget = r if temperatures is None else r * temperatures
-    heated = float(r.square().mean() / budget.mean())
+    G, X, mu, r = gradients, positions, momentum, rates
+    heated = float(r.square().mean() / (r * temperatures).mean())
     d, D = X.diff(dim=0), G.diff(dim=0)
     now, before = r[1:-1, None], r[:-2, None]
     injected = torch.zeros_like(d)
@@ -757,7 +740,7 @@ class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
     Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
-    256 columns. Steps of few elements are copied as they are, and sketched together once they hold ``HELD``.
+    256 columns.
 
     Args:
         factors: of the elements, in vectors, for each of several sketches.
@@ -767,8 +750,8 @@ class Sketch:
     """
 
     def __init__(self, *factors: Sequence[Tensor]) -> None:
-        self.rows, self.sketched = list[Tensor](), list[Tensor]()
-        device, self.is_spread = factors[0][0].device, len({x.device for x in factors[0]}) > 1
+        self.steps, device = list[Tensor](), factors[0][0].device
+        self.is_spread = len({x.device for x in factors[0]}) > 1
         weights = torch.stack([torch.cat([x.to(device) for x in each]) for each in factors])
         self.tail = torch.zeros(-weights.shape[1] % BUCKETS, device=device)  # fills the last row of buckets
         columns = torch.nn.functional.pad(weights, (0, len(self.tail))).unflatten(1, (-1, BUCKETS))
@@ -782,17 +765,8 @@ class Sketch:
             [x.to(self.tail.device) if self.is_spread else x for each in tensors for x in (*each, self.tail)]
         )
         self.newest = row.view(len(tensors), -1)
-        self.rows.append(row)
-        if len(self.rows) * len(row) > HELD:
-            self._sketch()
-
-    def _sketch(self) -> None:
-        rows = torch.stack(self.rows).unflatten(-1, self.weights.shape)
-        self.sketched.append((rows * self.weights).sum(-2))
-        self.rows = []
+        self.steps.append((row.view(self.weights.shape) * self.weights).sum(-2))
 
     def read(self) -> Tensor:
         """The buckets of all steps, ``[sketches, steps, 256]``, in float64 on the CPU."""
-        if self.rows:
-            self._sketch()
-        return torch.cat(self.sketched).cpu().transpose(0, 1)
+        return torch.stack(self.steps, 1).cpu()

@@ -444,4 +444,4 @@ def heat_leaves(rule: Any, work: list[Leaves], keys: Collection[int] = ()) -> It
                 learned = min(x.counts[0] - 1, x.group.get("freeze_after") or x.counts[0])
                 root *= rule._denominator(x.group, learned, state.__getitem__).rsqrt()
             first = (direct + now) / effective  # the share of F(1) that acts in the same step
-            yield Leaf(id(p), g, p, effective, x.temperature, x.linear.momentum, first, root, float(x.group["lr"]))
+            yield Leaf(id(p), g, p, effective, x.temperature, x.linear.momentum, first, root)

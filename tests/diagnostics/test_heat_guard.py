@@ -56,6 +56,12 @@ def test_one_batch_an_epoch_heats_nothing_and_an_unstable_chain_without_end():
 # the estimate
 
 
+def constant(G, X, mu, first, **how):
+    """The heat at a constant rate and temperature."""
+    ones = torch.ones(len(G), dtype=torch.float64)
+    return read_heat(G, X, mu, first, ones, ones, **how)
+
+
 def chain(curvatures, lr, mu, noise, steps, seed, rows=80):
     """Gradients, times ``sqrt(lr_eff / 2 T)``, of the matched chain at T = 1 on a quadratic, with white gradient noise."""
     g = torch.Generator().manual_seed(seed)
@@ -78,7 +84,7 @@ def chain(curvatures, lr, mu, noise, steps, seed, rows=80):
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
 def test_a_full_batch_reads_no_heat_at_any_stable_rate(share, mu):
     """Fixed seeds, median of five windows; beyond half of the limit the chain's own motion alone would read up to 44."""
-    read = [read_heat(*chain([1.0, 0.3, 0.1], share * 2 * (1 + mu), mu, 0.0, 500, s), mu, 1 - mu) for s in range(5)]
+    read = [constant(*chain([1.0, 0.3, 0.1], share * 2 * (1 + mu), mu, 0.0, 500, s), mu, 1 - mu) for s in range(5)]
     assert sorted(max(0.0, heat.rho) for heat in read)[2] < 0.5, read
 
 
@@ -89,7 +95,7 @@ def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
     """Fixed seeds; the median of five windows."""
     lr = 0.02 * (1 - mu)
     rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(5)]
-    assert rho / 2 < sorted(read_heat(*r, mu, 1 - mu).rho for r in rows)[2] < rho * 2
+    assert rho / 2 < sorted(constant(*r, mu, 1 - mu).rho for r in rows)[2] < rho * 2
 
 
 def test_white_noise_neither_rings_nor_drifts_and_an_oscillation_and_a_slope_do():
@@ -97,9 +103,9 @@ def test_white_noise_neither_rings_nor_drifts_and_an_oscillation_and_a_slope_do(
     white = torch.randn(80, 5, generator=noise).double()
     angle = torch.arange(80).double()[:, None] * 2.0
     swing = torch.cat([angle.cos(), angle.sin()], 1) + 0.01 * white[:, :2]
-    at_rest, rings = read_heat(white, still, 0.9, 0.1, elements=5), read_heat(swing, still[:, :2], 0.9, 0.1)
+    at_rest, rings = constant(white, still, 0.9, 0.1, elements=5), constant(swing, still[:, :2], 0.9, 0.1)
     assert at_rest.ringing < 0.7 < 1.2 < rings.ringing
-    assert abs(at_rest.drift) < 2 < 4 < read_heat(white + 1.0, still, 0.9, 0.1, elements=5).drift
+    assert abs(at_rest.drift) < 2 < 4 < constant(white + 1.0, still, 0.9, 0.1, elements=5).drift
 
 
 @pytest.mark.parametrize("factors", [(0.5, 0.5, 0.5), (0.5, 2.0, -1.0), (0.5, "tensor", 2.0)])
@@ -138,7 +144,7 @@ def shown(guard, leaves, steps=100, momentum=0.9, rate=lambda t: 1.0, temperatur
             noise = [torch.randn(p.shape, generator=source).as_strided(p.shape, p.stride()) for _, p, _ in leaves]
             about = 2 * rate(t), temperature(t), momentum, 1 - momentum
             each = enumerate(zip(noise, leaves))
-            found = [Leaf(j, v**0.5 * g * live, p, *about, lr=0.1) for j, (g, (v, p, live)) in each]
+            found = [Leaf(j, v**0.5 * g * live, p, *about) for j, (g, (v, p, live)) in each]
             guard.look(lambda keys, found=found: found)
     return texts
 
@@ -251,18 +257,24 @@ def groups_of(slow):
     return lambda m: [{"params": m[0].parameters(), "lr": slow}, {"params": m[2].parameters(), "lr": 0.1}]
 
 
-NUMBERS = ("times the variance asked for", "Use lr", "(now 0.1)", "larger batches", "worst case", "suggest_lr")
+NUMBERS = (
+    "times the variance asked for",
+    "Multiply every learning rate by",
+    "larger batches",
+    "worst case",
+    "suggest_lr",
+)
 FIRST = "check first that the loss is a mean over the batch"
 LOOPS = {  # a loop, what it is told, and how many windows were read, if that matters
     # 18.9 times the variance of the posterior; 16 of 16 starts at the mode in the benchmark too
     "19 times, from the mode": ((100, 0.1), {}, NUMBERS, 1),
     "19 times, from initialisation": ((620, 0.1), {"model": nn.Linear(WIDTH, 1)}, ("times the variance",), None),
     "without gradients once": ((500, 0.05), {"change": without_gradients(lambda t: t == 60)}, NUMBERS[:1], None),
-    "without gradients often": ((500, 0.05), {"change": without_gradients(lambda t: t % 40 == 39)}, NUMBERS[:1], None),
+    "without gradients often": ((600, 0.05), {"change": without_gradients(lambda t: t % 40 == 39)}, ("was not looked at",), 0),
     "at T = 0 now and then": ((500, 0.05), {"change": cooled(lambda t: t % 200 > 50)}, NUMBERS[:1], None),
-    "at T = 0 all the time": ((500, 0.05), {"change": cooled(lambda t: t % 3)}, ("was not looked at",), 0),
+    "at T = 0 all the time": ((600, 0.05), {"change": cooled(lambda t: t % 3)}, ("was not looked at",), 0),
     "a gradient that is not finite": ((30, 0.01), {"change": infinite}, (), 0),
-    "a group at rate 0": ((400, 0.1), {"model": network, "groups": groups_of(0.0)}, ("Use lr",), None),
+    "a group at rate 0": ((400, 0.1), {"model": network, "groups": groups_of(0.0)}, ("Multiply every learning rate by",), None),
     "groups with several rates": (
         (400, 0.1), {"model": network, "groups": groups_of(1e-5)}, ("Multiply every learning rate by",), None
     ),
@@ -314,14 +326,14 @@ def test_rates_that_change_at_every_step(name, lr, batch):
     assert not said or "Multiply every learning rate by" in said[0] or name == "warmup from 0"
 
 
-def test_a_parameter_that_is_rarely_missing_is_read_and_heads_that_take_turns_are_left_out():
+def test_parameters_that_are_rarely_missing_and_heads_that_take_turns_are_left_out():
     def change(t, model, optimizer):
         if t % 30 == 0:
             model[0].bias.grad = None
         (model[2].bias if t % 2 else model[2].weight).grad = None
 
-    _, optimizer = loop(250, 0.001, model=network(), change=change)
-    assert optimizer.heat_guard.readings and len(optimizer.heat_guard._absent) == 1
+    _, optimizer = loop(400, 0.001, model=network(), change=change)
+    assert optimizer.heat_guard.readings and len(optimizer.heat_guard._absent) == 2
 
 
 HOT = Heat(2.2, 0.3, 0.2, 0.0, 2.2, 0.0, 0.3, 1000)
@@ -346,23 +358,23 @@ HOT = Heat(2.2, 0.3, 0.2, 0.0, 2.2, 0.0, 0.3, 1000)
 def test_each_rule_of_the_verdict(readings, is_warned):
     guard = HeatGuard()
     for heat in readings:
-        guard._judge(heat, 1.0, 0.9, {0.1})
+        guard._judge(heat, 1.0, 0.9)
     assert guard.has_warned == is_warned
 
 
 @pytest.mark.parametrize(
     "K, order, momentum, parts, not_said",
     [
-        (None, "reshuffled", 0.9, ["noise of the gradients heats", "worst case", "Use lr"], "minibatches"),
-        (31, "reshuffled", 0.99, ["minibatches heat this chain", "epochs of 31 steps", "Use lr"], "worst case"),
-        (None, "reshuffled", 0.99, ["Pass steps_per_epoch=", "remembers 100 steps"], "Use lr"),
-        (None, "independent", 0.99, ["law of independent batches)", "Use lr"], "Pass"),
+        (None, "reshuffled", 0.9, ["noise of the gradients heats", "worst case", "Multiply"], "minibatches"),
+        (31, "reshuffled", 0.99, ["minibatches heat this chain", "epochs of 31 steps", "Multiply"], "worst case"),
+        (None, "reshuffled", 0.99, ["Pass steps_per_epoch=", "remembers 100 steps"], "Multiply"),
+        (None, "independent", 0.99, ["law of independent batches)", "Multiply"], "Pass"),
     ],
 )
 def test_what_the_warning_says(K, order, momentum, parts, not_said):
     guard = HeatGuard(K, order)
     with pytest.warns(UserWarning) as caught:
-        guard._judge(HOT, 1.0, momentum, {0.1})
+        guard._judge(HOT, 1.0, momentum)
     assert all(part in str(caught[0].message) for part in parts) and not_said not in str(caught[0].message)
 
 
@@ -527,6 +539,6 @@ def test_copies_begin_anew_and_keep_their_settings():
     for copied in (copy.deepcopy(optimizer).heat_guard, pickle.loads(pickle.dumps(optimizer)).heat_guard):
         assert copied._steps == 0 and copied._window is None and (copied.above, copied.who) == (2.0, "SGHMC")
         assert copied is not optimizer.heat_guard and copied.steps_per_epoch == 30
-    assert optimizer.heat_guard._window.sketch.rows  # nothing of the window that is open was lost by copying
+    assert optimizer.heat_guard._window.sketch.steps  # nothing of the window that is open was lost by copying
     without = bc.optim.SGHMC([nn.Parameter(torch.zeros(1))], 0.1, temperature=0.01, heat_guard=None)
     assert copy.deepcopy(without).heat_guard is None
