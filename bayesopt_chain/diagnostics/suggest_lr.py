@@ -214,7 +214,8 @@ def suggest_lr(
         ValueError: a chain without noise, one that is not linear, that clips gradients, or whose steps are not proportional
             to ``lr``; a loss that is a sum over the batch, or in which the data of a batch act on each other (BatchNorm in
             train mode); loss, gradient or curvature that is NaN or infinite on some of the data that were looked at; no
-            positive curvature; second derivatives that torch lacks; trial runs that diverge at every rate.
+            positive curvature; sparse gradients; trial runs that diverge at every rate.
+        RuntimeError: an operation of the loss without second derivative.
 
     Example:
         >>> import torch, bayesopt_chain as bc

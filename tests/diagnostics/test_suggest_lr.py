@@ -375,13 +375,13 @@ def test_what_cannot_be_told_is_refused_by_name(change, error, words):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (0, "not finite at params, on 1 of 30 batches, the first of them number 1"),
-        (1, "curvature of other data than those measured is nan"),
-        (2, "loss of batch 3 of the trial run is nan"),
+        (49, "not finite at params, on 1 of 40 batches, the first of them number 1"),
+        (0, "curvature of other data than those measured is nan"),
+        (7, "loss of batch 8 of the trial run is nan"),
     ],
 )
 def test_a_batch_of_nan_is_named_wherever_it_is_met(bad, words):
-    """Of 90 batches every third is measured, every third of the others shows another curvature, the trial run takes all."""
+    """Of 90 mixed batches 40 are measured, 40 others show another curvature, and the trial run takes all."""
     g = torch.Generator().manual_seed(0)
     (x, y), mode = linear(torch.randn(1800, 3, generator=g), g)
     x[20 * bad : 20 * bad + 20] = torch.nan
@@ -418,7 +418,8 @@ def test_losses_without_second_derivatives_are_named(sparse):
     module = nn.Sequential(nn.EmbeddingBag(10, 2, sparse=sparse), nn.Linear(2, 2))
     forward, params, _ = bc.make_functional(module)
     with pytest.raises(
-        ValueError, match="is sparse.*sparse=False" if sparse else "suggest_lr: loss must have dense gradients"
+        ValueError if sparse else RuntimeError,
+        match="is sparse.*sparse=False" if sparse else "no second derivative",
     ):
         bc.suggest_lr(
             lambda lr: bc.sghmc(lr, temperature=T),
