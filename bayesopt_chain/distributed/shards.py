@@ -212,12 +212,14 @@ class Sharding:
             ValueError: on every rank, where some draw noise and some do not, as at a temperature of 0.
         """
         noisy = [i for i, entry in enumerate(entries) if "key" in getattr(entry, "_fields", ())]
-        require_alike(
-            "init: ranks that hold parts of one chain were given chains of which other {}; give all of them the same links and "
-            "temperatures",
-            {"links draw noise": tuple(noisy)},
-            mesh_of(self.specs),
-        )
+        mesh = mesh_of(self.specs)
+        if mesh.get_coordinate() is not None:  # a rank outside of the mesh holds nothing
+            require_alike(
+                "init: ranks that hold parts of one chain were given chains of which other {}; give all of them the same links "
+                "and temperatures",
+                {"links draw noise": tuple(noisy)},
+                mesh,
+            )
         out: list[Any] = []
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
             fields: tuple[str, ...] = getattr(entry, "_fields", ())

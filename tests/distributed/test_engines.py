@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -397,6 +398,12 @@ def test_the_keys_of_many_chains_differ_between_chains_and_seeds():
 @pytest.mark.parametrize("rank, chains", [*enumerate([range(2), range(2, 4), range(4, 5), range(5, 6)])])
 def test_of_ranks_the_first_run_one_chain_more(rank, chains):
     assert chains_of(6, SimpleNamespace(size=lambda: 4, get_local_rank=lambda: rank)) == chains
+
+
+@on(2)
+def test_a_rank_outside_of_the_mesh_of_the_parameters_begins_a_chain_without_noise():
+    params = {"w": distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)])}
+    assert bc.sgd(0.1, momentum=0.9).init(params)[0].trace[0].to_local().numel() == 4 * (world()[0] == 0)
 
 
 # one chain, each rank with a part of every batch
