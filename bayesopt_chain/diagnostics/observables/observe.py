@@ -575,7 +575,7 @@ def observe(
         chains=len(whole) * width,
         lr=lr,
         momentum=momentum,
-        limit=lr * curvature / target.limit,
+        limit=lr * curvature / (2 * (1 + momentum)),
         reference=reference,
         fall=square / (2 * settings["curvature"]) / temperature,
         gradients=settings["gradients"] + sum(w.spent for w, _ in made),

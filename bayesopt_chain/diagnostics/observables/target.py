@@ -255,7 +255,6 @@ class Target:
         self.leaves = optree.tree_leaves(self.centre)
         self.free = sum(x.numel() for x in self.leaves)
         self.in_batches = isinstance(self.data, Epochs)
-        self.limit = 2 * (1 + self.momentum)  # of lr times curvature
 
     def stacked(self, chains: int) -> Stacked:
         """The loss of so many chains."""
