@@ -30,7 +30,7 @@ from bayesopt_chain.modules import inner_of, logits_of, make_functional, one_by_
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
-from bayesopt_chain.runs.inference_data import inference_data
+from bayesopt_chain.runs.inference_data import Stored, inference_data
 from bayesopt_chain.trees import wide
 
 Reduce = Literal["mean", "log_mean_exp", "stack"]
@@ -39,6 +39,7 @@ _TREES = checks.Kind(checks.BATCHES.fits, "a sequence of trees of parameters")
 _SLICE = checks.instance(slice, "a slice")
 _FORWARD = checks.Kind(callable, "a function of (params, batch), or a module")
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
+LAZY = 1 << 20  # bytes of a column on disk that ArviZ reads when it looks at it
 
 
 class Draws:
@@ -699,11 +700,11 @@ class Draws:
 
         Returns:
             ``arviz.InferenceData``, and from ArviZ 1 on an ``xarray.DataTree``; variables are the leaves' paths with dots,
-            dimensions (chain, draw, ...), in memory.
+            dimensions (chain, draw, ...). Large leaves on disk are read when ArviZ looks at them.
 
         Raises:
             TypeError: a log likelihood that is no tensor.
-            ValueError: a log likelihood of other draws or chains; draws with weights, or larger than :attr:`params` reads.
+            ValueError: a log likelihood of other draws or chains; draws with weights.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -728,8 +729,7 @@ class Draws:
                     else ""
                 )
             )
-        columns = zip(self._names, optree.tree_leaves(self.params))
-        params = {names.get(name, name.replace("/", ".")): x for name, x in columns}
+        params = {names.get(name, name.replace("/", ".")): self._for_arviz(LEAF + name) for name in self._names}
         stats = {"step": self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains)}
         if self._has(LOSS):
             stats["loss"] = self.loss
@@ -774,6 +774,13 @@ class Draws:
 
     def _tree(self, leaves: list[Tensor]) -> Any:
         return optree.tree_unflatten(self._spec, leaves)
+
+    def _for_arviz(self, name: str) -> Any:
+        """A column; one that is large and on disk as something that is read when it is looked at."""
+        dtype, row = self._pieces[0].kind(name) if len(self) else (None, ())
+        if dtype is None or not self._is_stored or len(self) * row_bytes(self._pieces, name) <= LAZY:
+            return self.column(name)
+        return Stored((len(self), *row), dtype, lambda rows: rows_of(self._pieces, self._rows[rows], name))
 
     def _has(self, name: str) -> bool:
         return all(name in piece.names() for piece in self._pieces)

@@ -92,6 +92,19 @@ def test_arviz_sees_chains_then_draws_and_arviz_1_the_same_numbers_as_a_tree_of_
     assert loo(new).elpd == pytest.approx(arviz.loo(old).elpd_loo, rel=1e-6)
 
 
+def test_arviz_reads_large_leaves_on_disk_when_it_looks_at_them(tmp_path, monkeypatch):
+    pytest.importorskip("arviz")
+    monkeypatch.setattr("bayesopt_chain.runs.draws.LAZY", 0)
+    tx = bc.sghmc(0.1, temperature=1.0)
+    chains = bc.parallel(bc.make_step(lambda p, batch: p["w"].square().sum(), tx), 2)
+    start = {"w": torch.ones(2, 3)}
+    draws = bc.sample(chains, start, chains.init(tx, start), None, steps=6, path=tmp_path, progress=False)
+    seen, whole = draws.to_arviz()["posterior"]["w"], draws.params["w"]
+    assert seen.shape == (2, 6, 3) and not seen.variable._in_memory
+    for found, wanted in ((seen[1, 2:4], whole[2:4, 1]), (seen[:, 3], whole[3]), (seen, whole.transpose(0, 1))):
+        assert torch.equal(torch.from_numpy(found.to_numpy().copy()), wanted)
+
+
 def test_a_step_in_place_from_a_draw_leaves_the_draws_as_they_are():
     draws = bc.Draws.from_trees([{"w": torch.ones(2)}] * 2)
     step = bc.make_step(lambda p, batch: p["w"].sum(), bc.sgd(0.1), inplace=True)
