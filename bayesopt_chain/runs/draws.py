@@ -144,8 +144,14 @@ class Draws:
         return cls([Piece(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod
-    @checks.takes(like=checks.TREE.or_none())
-    def open(cls, path: str | Path | Sequence[str | Path], *, like: Any = None) -> Draws:
+    @checks.takes(like=checks.TREE.or_none(), damaged=checks.one_of("refuse", "skip"))
+    def open(
+        cls,
+        path: str | Path | Sequence[str | Path],
+        *,
+        like: Any = None,
+        damaged: Literal["refuse", "skip"] = "refuse",
+    ) -> Draws:
         """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; only what is asked for is read.
 
         Those that several ranks wrote, one number of ranks after another perhaps, stand side by side on the axis of chains.
@@ -156,14 +162,15 @@ class Draws:
             like: the parameters, for their structure and device. Without it the tree is a nested dictionary of the names in
                 the paths, on the CPU. Draws of DTensors come sharded as these parameters are, and whole where these are plain
                 tensors, or without it.
+            damaged: ``"refuse"`` raises an error that names the damaged file when its draws are read; ``"skip"`` reads
+                every file now, and leaves out the draws of damaged ones, with a warning that names each.
 
         Returns:
             The draws.
 
         Raises:
             FileNotFoundError: no run, or a file of it is missing.
-            ValueError: a damaged file, by its name, here or where its draws are read; other parameters than ``like``; parts of
-                several ranks that drew the same noise.
+            ValueError: a damaged file, or other parameters than ``like``; parts of several ranks that drew the same noise.
 
         Example:
             >>> import tempfile, torch, bayesopt_chain as bc
@@ -177,7 +184,9 @@ class Draws:
             _PATHS("Draws.open: path", one)
         # The name of what is there is no pattern.
         named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
-        pieces, spec, names, about = opened([Path(p).absolute() for paths in named for p in paths], like)
+        pieces, spec, names, about = opened(
+            [Path(p).absolute() for paths in named for p in paths], like, damaged == "skip"
+        )
         return cls(pieces, spec, names, **about)
 
     def __len__(self) -> int:

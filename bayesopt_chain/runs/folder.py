@@ -126,12 +126,13 @@ def require_fields(file: File, fields: Mapping[str, Callable[[Any], bool]]) -> N
             raise ValueError(f"load: {file.path} is damaged: its {name} is {str(value)[:100]}")
 
 
-def tiles_of(folder: Path, head: File) -> list[Tile]:
+def tiles_of(folder: Path, head: File, skip: bool = False) -> list[Tile]:
     """The draws of a folder in the order of their steps.
 
     Args:
         folder: that is read.
         head: of the folder.
+        skip: whether damaged files are left out, with a warning; all blocks are read then.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -139,30 +140,39 @@ def tiles_of(folder: Path, head: File) -> list[Tile]:
     """
     for _ in range(MERGING):
         with suppress(FileNotFoundError, ValueError):  # files were merged behind the listing, perhaps
-            return _tiled(folder, head)
-    return _tiled(folder, head)
+            return _tiled(folder, head, skip)
+    return _tiled(folder, head, skip)
 
 
-def _tiled(folder: Path, head: File) -> list[Tile]:
-    out, about = list[Tile](), head.metadata
+def _tiled(folder: Path, head: File, skip: bool) -> list[Tile]:
+    out, about, known = list[Tile](), head.metadata, True  # known: what lies behind `done` is not hidden by damage
     done, before = 0, ""
     for name in sorted(filter(DRAWS.fullmatch, os.listdir(folder))):
         since = int(name[6:22])
-        file = _draws_file(folder / name, since, about, out[0].file if out else None)
-        step = min([file.metadata["step"], *about["cuts"][file.metadata["course"] :]])
-        if step <= done:
-            continue  # merged into an earlier file, or of a course that the loop has left
-        if since > done:
+        try:
+            file = _draws_file(folder / name, since, about, out[0].file if out else None)
+            step = min([file.metadata["step"], *about["cuts"][file.metadata["course"] :]])
+            if step <= (done if known else since):
+                continue  # merged into an earlier file, or of a course that the loop has left
+            if known and since == done and file.metadata["prev"] != before:
+                raise ValueError(
+                    f"load: {file.path} does not follow the file before it: one of the two is an old copy, or of another run"
+                )
+            if skip:
+                file.verify()
+        except ValueError as err:
+            if not skip:
+                raise
+            checks.warn(f"Draws.open: left out: {err}")
+            known = False
+            continue
+        if known and since > done:
             raise _missing(folder, done, since)
-        if since < done:
+        if known and since < done:
             raise ValueError(f"load: {file.path} holds draws that the file before it holds too: one is of another run")
-        if file.metadata["prev"] != before:
-            raise ValueError(
-                f"load: {file.path} does not follow the file before it: one of the two is an old copy, or of another run"
-            )
         out.append(tile(file, step))
-        done, before = step, file.metadata["id"]
-    if drawn(about, about["step"]) > drawn(about, done):
+        done, before, known = step, file.metadata["id"], True
+    if known and drawn(about, about["step"]) > drawn(about, done):
         raise _missing(folder, done, about["step"])
     return out
 
@@ -592,18 +602,21 @@ class Chains(NamedTuple):
     def why(self) -> str:
         """Why there are not all draws."""
         step, head = self.tiles[-1].step if self.tiles else 0, self.head
+        if sum(t.draws for t in self.tiles) < drawn(head, max(step, head["step"])):
+            return "damaged files are left out"
         if step > head["step"]:
             return self.tiles[-1].file.metadata["why"] or f"it was cut off after step {step}"
         return head["why"] or ("" if head["complete"] else f"it was cut off after step {head['step']}")
 
 
-def opened(paths: Sequence[Path], like: Any) -> tuple[list[Piece], Any, list[str], dict[str, Any]]:
+def opened(paths: Sequence[Path], like: Any, skip: bool) -> tuple[list[Piece], Any, list[str], dict[str, Any]]:
     """The draws of all folders of these runs, side by side.
 
     Args:
         paths: of runs.
         like: the parameters, for their structure, their device and the layout of DTensors; ``None``: nested dictionaries, on
             the CPU.
+        skip: whether damaged files are left out, with a warning; all files are read then.
 
     Returns:
         The arguments of :class:`bayesopt_chain.Draws`, the last ones by name.
@@ -614,7 +627,7 @@ def opened(paths: Sequence[Path], like: Any) -> tuple[list[Piece], Any, list[str
     """
     if not paths:
         raise FileNotFoundError("Draws.open: no directory is named, or none fits the pattern")
-    every = [one for path in paths for one in _run(path)]
+    every = [one for path in paths for one in _run(path, skip)]
     first = every[0].head["identity"]
     for one in every:
         differing = [k for k in ("burn_in", "thinning", "tree") if one.head["identity"][k] != first[k]]
@@ -643,7 +656,7 @@ def opened(paths: Sequence[Path], like: Any) -> tuple[list[Piece], Any, list[str
     return pieces, spec, mine, {"chains": chains, "complete": not why, "why": why, "identity": first}
 
 
-def _run(path: Path) -> list[Chains]:
+def _run(path: Path, skip: bool) -> list[Chains]:
     """All chains of one run, in the order of their numbers.
 
     Raises:
@@ -666,7 +679,7 @@ def _run(path: Path) -> list[Chains]:
     if 0 < len(numbers) < len(found):
         raise ValueError(f"Draws.open: {path} holds folders of two runs; restore it, or give each run a directory")
     found.sort(key=lambda x: x[1].metadata["numbers"] or [])
-    return [Chains(folder, head.metadata, tiles_of(folder, head)) for folder, head in found]
+    return [Chains(folder, head.metadata, tiles_of(folder, head, skip)) for folder, head in found]
 
 
 def _require_chains_of_their_own(every: Sequence[Chains]) -> None:

@@ -127,6 +127,18 @@ def test_damaged_files_are_named_and_never_believed(tmp_path):
     assert every_damage_is_seen(tmp_path, 24) == (0, 0)
 
 
+def test_a_damaged_shard_is_left_out_and_the_rest_is_read(tmp_path):
+    want = sampled(tmp_path).params["w"]
+    file = sorted(tmp_path.glob("draws-*"))[2]
+    file.write_bytes(damaged(file.read_bytes(), "flip", 0.999))
+    with pytest.raises(ValueError, match=f"{file.name}.*damaged"):
+        everything(tmp_path)
+    with pytest.warns(UserWarning, match=f"left out: .*{file.name}"):
+        draws = bc.Draws.open(tmp_path, damaged="skip")
+    assert torch.equal(draws.params["w"], want[[0, 1, 3, 4, 5]]) and draws.steps.tolist() == [1, 2, 4, 5, 6]
+    assert not draws.complete and "damaged" in draws.why
+
+
 def crafted(file, change):
     """Change what a file says, and seal it again, as somebody would who knows the format."""
     raw = file.read_bytes()
