@@ -6,6 +6,7 @@ convert between the two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -194,8 +195,12 @@ class Batch:
             if stride is not None
         ]
 
-    def checked(self, batch: Any) -> list:
+    def checked(self, batch: Any, lengths: bool = True) -> list:
         """Compare a batch with the first one, and return its leaves.
+
+        Args:
+            batch: the batch.
+            lengths: whether the axes of tensors have to be of the same lengths, too.
 
         Raises:
             ValueError: they differ in structure, shape, dtype, device, layout or a constant; the message names the first leaf
@@ -204,14 +209,14 @@ class Batch:
         leaves = leaves_like(batch, self.spec, "batch")
         for n, (x, mine) in enumerate(zip(leaves, self.first)):
             if torch.is_tensor(mine):
-                same = torch.is_tensor(x) and signature(x) == signature(mine)
+                same = torch.is_tensor(x) and signature(x)[1:] == signature(mine)[1:]
+                same = same and (x.shape == mine.shape if lengths else x.ndim == mine.ndim)
             else:
                 same = type(x) is type(mine) and x == mine
             if not same:
                 raise ValueError(
                     f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
-                    "(drop_last=True) and numbers constant, give a short last batch to the step itself (captured.step), or "
-                    "capture again"
+                    "(drop_last=True) and numbers constant, give capture signatures=2 for a short last batch, or capture again"
                 )
         return leaves
 
@@ -286,6 +291,12 @@ class Body:
         self.step, self.steps, self.draws = step, steps, draws
         self.params, self.state = Slots(params), Slots(state)
         self.batch = Batch(batch, steps, batch_dim, self.static)
+
+    def with_batch(self, batch: Any) -> Body:
+        """Return the same step on the same static buffers for batches like this one."""
+        other = copy.copy(self)
+        other.batch = Batch(batch, self.steps, self.batch.dim, self.static)
+        return other
 
     @property
     def static(self) -> list[Tensor]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -48,6 +49,7 @@ from bayesopt_chain.loop.step import Step
     steps=checks.number("[1, 65536]", integer=True),
     draws=checks.BOOL,
     backend=checks.one_of("cuda", "inductor", "eager").or_none(),
+    signatures=checks.whole(1),
 )
 def capture(
     step: Callable,
@@ -59,6 +61,7 @@ def capture(
     batch_dim: int | None = None,
     draws: bool = False,
     backend: Backend | None = None,
+    signatures: int = 1,
 ) -> Captured:
     """Record a step as a program with the same arguments and results, which runs without the step's Python code.
 
@@ -84,14 +87,14 @@ def capture(
             parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program:
             the capture can take a minute, and pays for long runs of many small chains. Inductor times its kernels to choose
             among them, so nothing else should run on the device meanwhile.
+        signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
+            batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
     Returns:
         A callable with the interface of the step. The params and the state that it returns *are static buffers, which the next
         call overwrites*: copy what you keep (``optree.tree_map(torch.clone, params)``). Only the thread that calls it first may
-        call it. A batch of another shape, such as a short last one, is refused; the step itself takes it,
-        ``fast.step(params, state, batch)``. Temperatures and learning rates that are tensors or schedules may change
-        between calls without a new capture. A run can be continued exactly from the state that it returns, with the captured
-        step or with the step itself.
+        call it. Temperatures and learning rates that are tensors or schedules may change between calls without a new capture. A
+        run can be continued exactly from the state that it returns, with the captured step or with the step itself.
 
     Raises:
         CaptureError: the step reads the value of a tensor as a Python number, branches on it, or makes shapes that depend on
@@ -121,16 +124,16 @@ def capture(
         step, batch, batch_dim = _by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _fastest_backend(body)
-    return Captured(given, _recorded(step, body, chosen), chosen, data)
+    return Captured(given, body, partial(_recorded, step, chosen), chosen, signatures, data)
 
 
-def _recorded(step: Callable, body: Body, backend: Backend) -> Program:
-    """Trace a step, and make its replay.
+def _recorded(step: Callable, backend: Backend, body: Body) -> Program:
+    """Trace a step for one shape of batches, and make its replay.
 
     Args:
         step: the step, which may update in place.
-        body: its pure form on flat lists of tensors.
         backend: the backend.
+        body: the pure form of the step on flat lists of tensors.
     """
     graphed = backend == "cuda" or (backend == "inductor" and _is_on_cuda(body))
     # blocks of lanes take the place of chunks, so that the step is traced without chunks first

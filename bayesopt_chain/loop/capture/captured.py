@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -57,10 +57,10 @@ class Modes:
 
 
 class Program(NamedTuple):
-    """The recording of a step.
+    """The recording of a step for one shape of batches.
 
     Attributes:
-        body: the step on flat lists of tensors.
+        body: the step on flat lists of tensors. The bodies of all programs of a step share their static buffers.
         modes: the train or eval mode of the modules that the step called.
         replay: runs the program: a function of the tensors of a batch that returns those of the report.
     """
@@ -84,14 +84,18 @@ class Captured:
     def __init__(
         self,
         step: Callable,
-        program: Program,
+        body: Body,
+        record: Callable[[Body], Program],
         backend: Backend,
-        data: Epochs | None = None,
+        signatures: int,
+        data: Epochs | None,
     ) -> None:
         self.step = step
         self._data = data  # the epochs from which the step takes its batches, or None
         self.backend: Backend = backend
-        self._program = program
+        self._record, self._signatures = record, signatures
+        self._program = record(body)  # the program of the last call
+        self._programs = [self._program]
         self._lock = threading.Lock()  # held during a call
         self._owner: threading.Thread | None = None  # the only thread that may call
 
@@ -102,7 +106,8 @@ class Captured:
             params, state: trees with the structure, shapes, dtypes and devices that were captured. They are copied into the
                 static buffers, unless they are the trees that the last call returned.
             batch: the ``bc.epochs`` that was captured, whose position moves on. Otherwise a batch like the one that was
-                captured.
+                captured, or one with other lengths, if ``signatures`` allows it; the step is then recorded for these lengths
+                once.
 
         Returns:
             ``(params, state, info)``. Parameters and state are the static buffers, which the next call overwrites. ``info`` is
@@ -149,16 +154,37 @@ class Captured:
                     "which knows the position, or capture again"
                 )
             batch = rows_ahead(self._data, self._program.body.steps)
+        inputs = self._inputs_of(batch)  # before parameters are copied in, so that a refused batch changes nothing
         body = self._program.body
-        inputs = body.batch.tensors_of(
-            batch
-        )  # before parameters are copied in, so that a refused batch changes nothing
         body.params.copy_in(params, "params")
         body.state.copy_in(state, "state")
         info = body.info(self._program.replay(inputs))
         if self._data is not None:
             self._data.skip(body.steps)
         return body.params.as_tree(), body.state.as_tree(), info
+
+    def _inputs_of(self, batch: Any) -> list[Tensor]:
+        """Return the tensors of a batch, and choose the program for its shape, which is recorded when it comes first.
+
+        Raises:
+            ValueError: the batch differs in more than lengths, or ``signatures`` shapes were recorded.
+        """
+        body = self._program.body
+        try:
+            return body.batch.tensors_of(batch)
+        except ValueError:
+            for program in self._programs:
+                with suppress(ValueError):
+                    inputs = program.body.batch.tensors_of(batch)
+                    program.modes.check()
+                    self._program = program
+                    return inputs
+            if len(self._programs) >= self._signatures:
+                raise
+        body.batch.checked(batch, lengths=False)
+        self._program = self._record(body.with_batch(batch))
+        self._programs.append(self._program)
+        return self._program.body.batch.tensors_of(batch)
 
 
 def rows_ahead(data: Epochs, steps: int) -> Tensor:

@@ -280,12 +280,12 @@ def test_a_dictionary_of_another_class_is_taken_by_its_keys():
     params, (x, y) = setup()
     given, batch = OrderedDict(reversed(params.items())), {"x": x, "y": y}
     step = bc.make_step(lambda p, batch: loss(p, (batch["x"], batch["y"])), bc.sgd(0.05, 0.9))
-    fast = bc.capture(step, params, state := step.tx.init(params), batch, backend="eager")
+    fast = bc.capture(step, params, state := step.tx.init(params), batch, backend="eager", signatures=2)
     eager, mine, batch = (params, state), (given, state), OrderedDict(y=y, x=x)
-    for _ in range(2):
-        mine = fast(*mine, OrderedDict(batch))[:2]
+    for n in (8, 8, 5):
+        mine = fast(*mine, OrderedDict((k, v[:n]) for k, v in batch.items()))[:2]
         mine = fast(OrderedDict(reversed(mine[0].items())), mine[1], batch)[:2]
-        eager = step(*step(*eager, batch)[:2], batch)[:2]
+        eager = step(*step(*eager, {"x": x[:n], "y": y[:n]})[:2], batch)[:2]
         assert_close(mine, eager, **CLOSE)
 
 
@@ -355,6 +355,7 @@ def test_another_shape_structure_or_number_is_refused_by_name():
                     ({"steps": 0}, "steps"),
                     ({"batch_dim": 0}, "batch_dim"),
                     ({"steps": 3, "batch_dim": 0}, "no 3 steps"),
+                    *(({"signatures": n}, "signatures must be") for n in (0, True, 1.5)),
                 )
             ),
             (lambda: bc.capture(step, params, [1.0], batch), "tensors only"),
@@ -614,23 +615,18 @@ def test_compiled_philox_is_eager_philox_for_every_key():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_short_last_batch_is_refused_and_taken_by_the_step_itself(backend):
-    """Every step is the step's own, in three epochs of batches of 4, 4 and 2 data."""
+def test_a_short_last_batch_is_recorded_when_it_comes_first(backend):
+    """Every step is the step's own, in three epochs of batches of 4, 4 and 2 data; both programs move one state."""
     x = torch.randn(10, 3)
     tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.zeros(3)}
 
     def linear(p, batch):
         return (batch @ p["w"] - 1.0).square().mean()
 
-    step, fast, start = record(linear, tx, params, x[:4], backend=backend)
-
-    def either(params, state, batch):
-        return (fast if len(batch) == 4 else fast.step)(params, state, batch)
-
-    mine, _ = follow(step, either, start, 3 * x.split(4), rtol=1e-5, atol=1e-7)
-    mine = fast(*mine, x[:4])
-    mine, held = mine[:2], mine[0]["w"].clone()
-    for wrong, words in ((x[:3], "captured.step"), (x[:4].double(), "float64"), ((x[:4],), "structure")):
+    step, fast, start = record(linear, tx, params, x[:4], backend=backend, signatures=2)
+    mine, _ = follow(step, fast, start, 3 * x.split(4), rtol=1e-5, atol=1e-7)
+    held = mine[0]["w"].clone()
+    for wrong, words in ((x[:3], "signatures=2"), (x[:4].double(), "float64"), ((x[:4],), "structure")):
         with pytest.raises(ValueError, match=words):
             fast(*mine, wrong)
     assert torch.equal(mine[0]["w"], held), "a refusal moves nothing"
@@ -745,8 +741,8 @@ def test_recurrent_layers_are_captured(layer):
 
 
 @pytest.mark.slow
-def test_attention_is_captured_with_its_noise():
-    """Every step is the eager step's."""
+def test_attention_is_captured_with_its_noise_and_a_short_last_batch():
+    """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
     block = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True)
     model = Net(lambda net, x: net.head(net.block(x).mean(1)), block=block, head=nn.Linear(8, 3))
     forward, params, _ = bc.make_functional(model)
@@ -755,8 +751,8 @@ def test_attention_is_captured_with_its_noise():
     def loss(params, batch):
         return nn.functional.cross_entropy(forward(params, batch), batch[1])
 
-    tx, batches = bc.sghmc(0.1, temperature=1e-3), [*zip(x.split(5), y.split(5))]
-    run = record(loss, tx, params, batches[0], backend="eager")
+    tx, batches = bc.sghmc(0.1, temperature=1e-3), [*zip(x.split(4), y.split(4))]
+    run = record(loss, tx, params, batches[0], backend="eager", signatures=2)
     follow(*run, 2 * batches, rtol=1e-5, atol=1e-6)
 
 
