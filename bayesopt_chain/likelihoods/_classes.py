@@ -41,6 +41,11 @@ class Bernoulli(Likelihood):
         wrong = torch.where(targets > 0, -outputs, outputs)  # y f - softplus(f) would cancel where the model is right
         return -softplus(wrong, threshold=40)  # up to where 1 + e^f is e^f
 
+    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        sign = 1 - 2 * targets.to(outputs.dtype)  # yes or no, maybe as booleans
+        return sign * (sign * outputs).sigmoid()
+
     def variance(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid() * (-outputs).sigmoid()
 
