@@ -21,20 +21,24 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Rates, Update
 from bayesopt_chain.engine.engine import CONDITIONS
-from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.keyed import FilteredNoise, FilteredNoiseState, Keyed
+from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
-from bayesopt_chain.matching.response import Linear, Noise, Response
+from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_number, is_zero
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
 
 LOW = (torch.bfloat16, torch.float16)  # dtypes in which a step's noise can be lost to rounding
+LEAF = "inject_langevin_noise: leaf {}"
+CURE = "wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
 
 
 class LangevinNoiseState(NamedTuple):
@@ -82,8 +86,46 @@ class LangevinNoise(Keyed):
         return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:
-        order = f", order={self.order}" if self.order != 2 else ""
-        return f"inject_langevin_noise({checks.show(self.temperature)}{order})"
+        return _shown(self.temperature, self.order)
+
+
+def _shown(temperature: ScalarOrSchedule, order: int, *more: str) -> str:
+    """The ``repr`` of a noise link, with the arguments that differ from their defaults."""
+    words = [checks.show(temperature), *([f"order={order}"] if order != 2 else []), *more]
+    return f"inject_langevin_noise({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class ExplicitLangevinNoise(FilteredNoise):
+    """Noise for plain ``torchopt.chain``, in which the links cannot see each other.
+
+    Attributes:
+        lr: the learning rate of the chain, as its caller states it.
+        momentum: the momentum of the chain, as its caller states it.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    @property
+    def response(self) -> Response:
+        return SelfContainedSampler(
+            hint="lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; here the noise is "
+            "matched to its neighbours: leave them out"
+        )
+
+    def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
+        state = super().init(leaves, context)
+        # ``scale`` times ``gain`` is about the size of the step that the noise makes in a parameter.
+        scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
+        for j, leaf in zip(context.scope.index, leaves):
+            plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
+            if plain and leaf.dtype in LOW and checks.rounds_away(LEAF.format(j), leaf, float(scale) * gain, CURE):
+                break
+        return state
+
+    def __str__(self) -> str:
+        return _shown(self.temperature, 2 if self.later else 1, f"lr={self.lr}, momentum={self.momentum}")
 
 
 class Strength(NamedTuple):
@@ -244,8 +286,7 @@ class LangevinInjection:
                 gain = noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
                 behind = 1.0 if after is None else float((after[n, 1] / after[n, 2]).abs().nan_to_num())
                 step = float(e.float().abs().mean()) * gain * behind
-                cure = "wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
-                if checks.rounds_away(f"inject_langevin_noise: leaf {j}", leaves[j], step, cure):
+                if checks.rounds_away(LEAF.format(j), leaves[j], step, CURE):
                     return
 
 
@@ -343,17 +384,19 @@ def _one_leaf(
     return values, scale, after
 
 
-@checks.factory_takes(order=checks.number("[1, 2]", integer=True))
+@checks.factory_takes(order=checks.number("[1, 2]", integer=True), lr=checks.POSITIVE, momentum=checks.MOMENTUM)
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,
     order: int = 2,
+    lr: float | None = None,
+    momentum: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
-    Compose it with ``bc.chain``, which takes TorchOpt's links, too. In plain ``torchopt.chain`` links cannot see each other, so
-    that the noise is refused.
+    Compose it with ``bc.chain``. In plain ``torchopt.chain`` the links cannot see each other: the noise is computed from
+    ``lr=`` and ``momentum=``, without which it is refused, and any other link would change what is sampled, without a message.
 
     If the loss is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; if it is a sum,
     ``temperature = 1`` does. The noise is computed from the other links when ``init`` is called, so that its position among
@@ -367,6 +410,9 @@ def inject_langevin_noise(
             schedule is 0, the gradient keeps its bits.
         order: 2 (default) samples quadratic losses exactly at every stable learning rate, and other losses with a bias of
             second order in the learning rate. 1 is white noise, as in SGLD and SGHMC, with a bias of first order.
+        lr: the learning rate of a plain ``torchopt.chain``; not to be given elsewhere. The noise is then added where the link
+            is written, which must be in front of the momentum.
+        momentum: the momentum behind the noise in a plain ``torchopt.chain``, 0 if there is none; needed with ``lr``.
         generator: the source of the random key, which ``init`` draws once (default: torch's global generator).
 
     Returns:
@@ -375,7 +421,8 @@ def inject_langevin_noise(
         acts in the next step.
 
     Raises:
-        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; at ``init``, no other link.
+        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; ``lr`` without ``momentum`` or the
+            reverse.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -386,6 +433,17 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
+    if (lr is None) != (momentum is None):
+        raise ValueError(
+            f"inject_langevin_noise: lr= and momentum= go together, got lr={lr}, momentum={momentum}: plain torchopt.chain "
+            "shows neither, and the noise would be wrong by a factor of up to 1 / (1 - momentum); give the momentum that "
+            "follows, 0 where none does, or compose with bc.chain and leave both out"
+        )
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, generator=generator),))
+    if lr is None or momentum is None:
+        return Chain((LangevinNoise(temperature, order, generator=generator),))
+    if is_zero(temperature):
+        return Chain(())
+    c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
+    return Chain((ExplicitLangevinNoise(temperature, c[:1], c[1:], lr=lr, momentum=momentum, generator=generator),))

@@ -204,7 +204,7 @@ def match_group(
     if not r:
         raise ValueError(
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
-            "bc.chain, which takes TorchOpt's links, too: those of torchopt.chain cannot see each other"
+            "bc.chain; inside torchopt.chain give it lr= and momentum= and write it before the momentum"
         )
     memory = [i for i in _of(r, Linear) if any((*r[i].a[1:], *r[i].b[1:]))]
     at = _entrance(links, r, written, memory)
@@ -287,8 +287,7 @@ def _check_own_noise(links: Sequence[Neighbour], r: Responses, own: Sequence[int
         if n > place or not isinstance(x, (Nonlinear, Decay)):
             raise ValueError(
                 f"{who}: {links[i].shown} {'behind' if n > place else 'before'} it would change what it samples. Only clipping "
-                "and weight decay may stand before it, and nothing behind; use its own arguments, or bc.sghmc, whose noise is "
-                "matched to its neighbours"
+                f"and weight decay may stand before it, and nothing behind; {beside.hint}"
             )
 
 

@@ -94,10 +94,12 @@ class SelfContainedSampler:
     Attributes:
         before: how many links directly in front of it belong to the same sampler.
         behind: how many links directly behind it belong to the same sampler.
+        hint: what to do instead; it is appended to the refusal of any other chain.
     """
 
     before: int = 0
     behind: int = 0
+    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"
 
 
 @dataclass(frozen=True)

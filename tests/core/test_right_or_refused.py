@@ -352,6 +352,8 @@ WHEN_BUILT = [
     *(("lr must be", ValueError, lambda lr=lr: bc.sgd(lr, temperature=1.0)) for lr in (-0.1, NAN)),
     *(("lr must be", TypeError, lambda lr=lr: bc.sgd(lr)) for lr in ("0.1", None)),
     ("momentum", ValueError, lambda: bc.sgd(0.1, -0.5, temperature=1.0)),
+    ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, momentum=0.9)),
+    ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, lr=0.1)),
     ("order", ValueError, lambda: bc.inject_langevin_noise(1.0, order=3)),
     *(("preconditioner", ValueError, lambda bad=bad: bc.scale_by_preconditioner(bad)) for bad in (0.0, -1.0, INF)),
     ("link 1", TypeError, lambda: bc.chain(bc.sgd(0.1), None)),
@@ -390,8 +392,12 @@ AT_INIT = [
         ("preconditioner", lambda bad=bad: bc.scale_by_preconditioner({"w": torch.tensor([1.0, bad])}))
         for bad in (0.0, -1.0, INF)
     ),
-    (r"temperature.*-1", lambda: bc.sgld(0.1, temperature=lambda count: -1.0)),
-    ("cannot see each other", lambda: torchopt.chain(bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))),
+    (r"temperature.*-1", lambda: bc.inject_langevin_noise(lambda count: -1.0, lr=0.1, momentum=0.0)),
+    ("lr=", lambda: torchopt.chain(bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))),
+    (
+        "leave them out",
+        lambda: bc.chain(bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0), bc.scale_by_neg_lr(0.1)),
+    ),
     (
         "taken to be positive",
         lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1)),
@@ -584,7 +590,7 @@ def test_noise_that_would_round_away_is_warned_of(dtype):
     for build, params in (
         (lambda: bc.sghmc(1e-3, temperature=1e-6), ones),
         (lambda: bc.chain(bc.scale_by_preconditioner({"w": 1e-6}), bc.sgld(0.1, temperature=1.0)), ones),
-        (lambda: bc.sgld(1e-4, temperature=1e-9), {"w": torch.full((3,), 100.0, dtype=dtype)}),
+        (lambda: bc.inject_langevin_noise(1e-9, lr=1e-4, momentum=0.0), {"w": torch.full((3,), 100.0, dtype=dtype)}),
     ):
         with pytest.warns(UserWarning, match=r"round away.*with_master_weights"):
             build().init(params)
@@ -595,7 +601,8 @@ def test_noise_that_would_round_away_is_warned_of(dtype):
 @pytest.mark.filterwarnings("error")
 def test_parameters_without_an_address_are_not_asked_for_one():
     with FakeTensorMode():
-        bc.sghmc(0.1, temperature=1.0).init({"w": torch.ones(2), "b": torch.ones(1, dtype=torch.bfloat16)})
+        for tx in (bc.sghmc(0.1, temperature=1.0), bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0)):
+            tx.init({"w": torch.ones(2), "b": torch.ones(1, dtype=torch.bfloat16)})
 
 
 # Wrong usage: one error each, naming the argument, what came, and what to do

@@ -95,6 +95,13 @@ LINKS = (
         namespace="links",
     ),
     Transform(
+        "inject_langevin_noise, in torchopt.chain",
+        lambda t: torchopt.chain(
+            bc.inject_langevin_noise(t, lr=0.1, momentum=0.9), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1)
+        ),
+        lambda: torchopt.sgd(0.1, momentum=0.9),
+    ),
+    Transform(
         "chain, two momenta",
         lambda t: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.sgd(0.1, temperature=t)),
         lambda: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.scale_by_neg_lr(0.1)),
