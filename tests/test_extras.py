@@ -87,6 +87,7 @@ def test_a_missing_package_is_named_before_anything_runs(package, extra, call, m
     "module, package",
     [
         ("sklearn", "sklearn"),
+        ("testing.fixtures", "pytest"),
         ("botorch", "botorch"),
     ],
 )

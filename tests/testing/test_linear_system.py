@@ -10,6 +10,7 @@ from torchopt.base import GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain.testing import LAWS, NormalProbe, Unstable, _laws, assert_bitwise_equal
 from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
+from bayesopt_chain.testing.fixtures import law  # noqa: F401
 
 K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
 EYE = torch.eye(2, dtype=torch.float64)
@@ -125,13 +126,14 @@ def test_a_link_that_cuts_half_of_the_graph_breaks_the_law_of_derivatives():
         _laws.updates_can_be_differentiated(lambda: GradientTransformation(lambda params: (), update))
 
 
-# The laws as a user's own tests take them: one test a law, and a broken one fails by its name
+# The fixture of the laws, as a user's own tests take it: one test a law, and a broken one fails by its name
 
 
 pytest_plugins = ["pytester"]
 
 BROKEN = """
-import bayesopt_chain as bc, pytest, torchopt
+import bayesopt_chain as bc, torchopt
+from bayesopt_chain.testing.fixtures import law
 
 def update(grads, state, *, params=None, inplace=True):
     for g in grads.values() if isinstance(grads, dict) else ():
@@ -139,10 +141,13 @@ def update(grads, state, *, params=None, inplace=True):
             g.mul_(2)
     return grads, state
 
-@pytest.mark.parametrize("law", bc.testing.LAWS)
 def test_broken(law):
     law(lambda: torchopt.base.GradientTransformation(lambda params: (), update))
 """
+
+
+def test_a_link_of_ones_own(law):  # noqa: F811
+    law(lambda: bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1)))
 
 
 def test_a_broken_law_fails_by_its_name(pytester):
