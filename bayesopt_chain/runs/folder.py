@@ -218,6 +218,30 @@ def _is_size(x: Any) -> bool:
     return is_count(x) and x > 0
 
 
+def _is_seen(x: Any) -> bool:
+    of, states = (x.get("of"), x.get("states")) if isinstance(x, dict) else (None, None)
+    return isinstance(of, list) and all(map(_is_text, of)) and isinstance(states, list) and len(states) == len(of)
+
+
+def _is_place(x: Any) -> bool:
+    """Whether this is a place in batches; what a loader says of itself is its own, but for what :func:`epochs` says."""
+    if (
+        not isinstance(x, dict)
+        or not isinstance(x.get("whole"), dict)
+        or not {"position", "seen", "loader"} <= x.keys()
+    ):
+        return False
+    loader = x["loader"] if isinstance(x["loader"], dict) and "batch_size" in x["loader"] else {"epoch": 0, "offset": 0}
+    seen = 0 if x["seen"] is None else x["seen"]
+    return all(map(is_count, [x["position"], seen, x["whole"].get("ranks"), loader.get("epoch"), loader.get("offset")]))
+
+
+def _is_identity(x: Any) -> bool:
+    if not isinstance(x, dict) or not {"burn_in", "thinning", "total", "sharded", "tree"} <= x.keys():
+        return False
+    return isinstance(x["tree"], dict) and (x["total"] is None or _is_size(x["total"]))
+
+
 _BOTH: dict[str, Callable[[Any], bool]] = {
     "run": _is_text,
     "id": _is_text,
@@ -230,7 +254,7 @@ _BOTH: dict[str, Callable[[Any], bool]] = {
 _DRAWS = {**_BOTH, "since": is_count, "prev": _is_text, "course": is_count}
 _HEAD = {
     **_BOTH,
-    "identity": lambda x: isinstance(x, dict),
+    "identity": _is_identity,
     "numbers": lambda x: x is None or _is_pair(x),
     "rank": _is_pair,
     "leaves": lambda x: (
@@ -240,8 +264,8 @@ _HEAD = {
     "complete": lambda x: isinstance(x, bool),
     "cuts": lambda x: isinstance(x, list) and all(map(is_count, x)),
     "scalars": lambda x: isinstance(x, dict),
-    "batches": lambda x: x is None or isinstance(x, dict),
-    "callbacks": lambda x: isinstance(x, dict),
+    "batches": lambda x: x is None or _is_place(x),
+    "callbacks": lambda x: x == {} or _is_seen(x),
 }
 
 

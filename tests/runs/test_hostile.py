@@ -178,7 +178,12 @@ HEADS = {
     "cuts of text": says(cuts=["x"]),
     "another run": says(run="x"),
     "no scalars": says(scalars=3),
-    "batches of nothing": says(batches=[]),
+    "batches of nothing": says(batches={}),
+    "a place of text": says(batches={"position": "x", "seen": None, "loader": None, "whole": {"ranks": 1}}),
+    "a place among ranks of text": says(batches={"position": 1, "seen": None, "loader": None, "whole": {"ranks": "x"}}),
+    "an epoch of text": says(
+        batches={"position": 1, "seen": 1, "loader": {"batch_size": 1, "epoch": "x"}, "whole": {"ranks": 1}}
+    ),
     "another format": lambda entries, about: about.update(format="bayesopt_chain/2"),
     "metadata of text": lambda entries, about: about.update(metadata="x"),
     "no sums": lambda entries, about: about.pop("sums"),
