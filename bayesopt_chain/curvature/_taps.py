@@ -442,6 +442,67 @@ def _transposed_convolution(
     return _convolved(taps, y, input, weight, bias, groups, True, canonical)
 
 
+def _attention(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Multi-head attention rebuilt out of linear layers, each of which can be tapped.
+
+    In the first pass, which has no zeros, torch's own function gives the outputs, so that those of the rebuilt attention are
+    compared with them.
+    """
+    given = _bound(F.multi_head_attention_forward, args, kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    unknown = ("bias_k", "bias_v", "static_k", "static_v")
+    if (
+        any(map(taps.knows, (query, key, value)))
+        or query.ndim != 3
+        or any(given[name] is not None for name in unknown)
+        or given["add_zero_attn"]
+        or (given["training"] and given["dropout_p"] > 0)
+    ):
+        return NotImplemented
+    result = _attend(taps, given, _projected(taps, given))
+    return call(func, args, kwargs) if taps.zeros is None else result
+
+
+def _projected(taps: Taps, given: dict[str, Any]) -> list[Tensor]:
+    """Queries, keys and values, ``[B, T, E]``: of what all three weights, or biases, make of an input a third is used."""
+    inputs = [given[name].transpose(0, 1) for name in ("query", "key", "value")]
+    bias = given["in_proj_bias"]
+    if given["use_separate_proj_weight"]:
+        projected = [_linear(taps, F.linear, x, given[f"{name}_proj_weight"]) for name, x in zip("qkv", inputs)]
+        if bias is None:
+            return projected
+        biases = [bias.expand(*y.shape[:-1], len(bias)) for y in projected]
+        shifts = [taps.tap(b, _shift_use(bias, (len(bias),))).chunk(3, -1)[i] for i, b in enumerate(biases)]
+        return [y + shift for y, shift in zip(projected, shifts)]
+    if given["query"] is given["key"] is given["value"]:
+        return list(_linear(taps, F.linear, inputs[0], given["in_proj_weight"], bias).chunk(3, -1))
+    whole = [_linear(taps, F.linear, x, given["in_proj_weight"], bias) for x in inputs]
+    return [y.chunk(3, -1)[i] for i, y in enumerate(whole)]
+
+
+def _attend(taps: Taps, given: dict[str, Any], projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    heads = given["num_heads"]
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = given[name]
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, -math.inf)
+        if name == "key_padding_mask":
+            mask = mask[:, None, None, :]
+        elif mask.ndim == 3:
+            mask = mask.unflatten(0, (-1, heads))
+        scores = scores + mask
+    weights = scores.softmax(-1)
+    mixed = (weights @ v).transpose(1, 2).flatten(2)
+    outputs = _linear(taps, F.linear, mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
+    if not given["need_weights"]:
+        return outputs, None
+    return outputs, weights.mean(1) if given["average_attn_weights"] else weights
+
+
 def _each(value: Any, spatial: int) -> tuple[int, ...]:
     return (value,) * spatial if isinstance(value, int) else tuple(value) * (spatial // len(value))
 
@@ -578,6 +639,7 @@ _LAYERS: dict[Any, Any] = {
     torch.addmm: _addmm,
     F.embedding: _embedding,
     **{function: _norm for function in (F.batch_norm, F.group_norm, F.layer_norm, F.rms_norm)},
+    F.multi_head_attention_forward: _attention,
     **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{f: _transposed_convolution for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     **{function: _add for function in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},

@@ -827,7 +827,7 @@ with torch.no_grad():  # the diagonal of the head, for a few words and in sum
     report["sums"] = [float(exact["head.bias"].double().sum()), float(variance.sum())]
 curvature._structures.available_bytes = lambda device: 2 * 2**30
 try:
-    curvature.ggn(head, likelihood, "kronecker")(kept, batch)
+    curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 except MemoryError as refusal:
     report["refusal"] = str(refusal)
 print(json.dumps(report))

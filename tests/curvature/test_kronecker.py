@@ -138,6 +138,53 @@ def test_a_grouped_convolution_whose_groups_see_the_same_is_exact_within_groups(
     torch.testing.assert_close(per_datum(factors(module, x), "weight"), block(module, x, "weight") * within)
 
 
+def linear(weight, bias):
+    """The layer of these."""
+    layer = nn.Linear(*weight.mT.shape)
+    layer.weight.data, layer.bias.data = weight.data, bias.data
+    return layer
+
+
+def projected(net, x):
+    """Attention of one head out of three linear layers."""
+    q, k, v = (part(some) for part, some in zip(net.parts, (x[:, :2], x, x.flip(1))))
+    return net.out((q @ k.mT / 2).softmax(-1) @ v)
+
+
+def test_attention_has_the_factors_of_its_linear_layers():
+    """Three projections in one weight: a block each on the output side, on the input side all the 2, 3 and 3 tokens."""
+    attention, x = nn.MultiheadAttention(4, 1, batch_first=True), torch.randn(5, 3, 4)
+    fused = Net(lambda net, x: net.attention(x[:, :2], x, x.flip(1))[0], attention=attention)
+    parts = map(linear, attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3))
+    out = linear(attention.out_proj.weight, attention.out_proj.bias)
+    got, want = factors(fused, x), factors(Net(projected, parts=nn.ModuleList(parts), out=out), x)
+    blocks = [want.left[f"parts.{i}.weight"] for i in range(3)]
+    seen = [want.right[f"parts.{i}.weight"] for i in range(3)]
+    torch.testing.assert_close(got.left["attention.in_proj_weight"], torch.block_diag(*blocks))
+    mixed = (2 * seen[0] + 3 * seen[1] + 3 * seen[2]) / 8
+    torch.testing.assert_close(got.right["attention.in_proj_weight"], mixed)
+    assert_same(got, want, {"attention.out_proj.weight": "out.weight"})
+    exact = block(fused, x, "attention.in_proj_bias")
+    torch.testing.assert_close(per_datum(got, "attention.in_proj_bias"), exact)
+
+
+def stacked(net, x):
+    q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in net.qkv(x).chunk(3, -1))
+    return net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_self_attention_is_one_linear_layer_of_queries_keys_and_values(sharing):
+    attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(5, 3, 4)
+    fused = Net(lambda net, x: net.attention(x, x, x, need_weights=False)[0], attention=attention)
+    qkv = linear(attention.in_proj_weight, attention.in_proj_bias)
+    out = linear(attention.out_proj.weight, attention.out_proj.bias)
+    got, want = factors(fused, x, sharing), factors(Net(stacked, qkv=qkv, out=out), x, sharing)
+    names = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias"}
+    names |= {"out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}
+    assert_same(got, want, {f"attention.{mine}": theirs for mine, theirs in names.items()})
+
+
 def twice(summed):
     """One linear layer on two halves of the input, its outputs summed or side by side."""
 

@@ -163,6 +163,7 @@ RIGHT = {
 
 # Further ways of the layers above, where another kernel or another kind of use is at work.
 WAYS = {
+    "PReLU of one number": lambda: on(nn.PReLU(), 3),
     "PReLU of channels": lambda: on(nn.PReLU(2), 2, 3),
     "grouped Conv2d": lambda: on(nn.Conv2d(2, 2, 2, groups=2, padding="same", padding_mode="circular"), 2, 2, 2),
     "LayerNorm of a vector": lambda: on(
@@ -183,11 +184,54 @@ WAYS = {
     "cross attention": lambda: on(
         nn.MultiheadAttention(4, 2, batch_first=True), 3, 4, call=lambda layer, x: layer(x[:, :2], x, x.flip(1))[0]
     ),
+    "cross attention of other widths": lambda: on(
+        nn.MultiheadAttention(4, 2, kdim=3, vdim=2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(x[:, :2], x[..., :3], x[..., 1:3])[0],
+    ),
+    "attention without biases, time first": lambda: on(
+        nn.MultiheadAttention(4, 2, bias=False),
+        3,
+        4,
+        call=lambda layer, x: layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1),
+    ),
+    "causal attention": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x, x, x, attn_mask=torch.ones(3, 3).triu(1).bool(), is_causal=True, need_weights=False
+        )[0],
+    ),
+    "attention with masks": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x,
+            x,
+            x,
+            key_padding_mask=x[..., 0] > x[..., 0].amin(1, True),
+            attn_mask=torch.randn(3, 3).to(x).mul(0) - 0.5,
+        )[0],
+    ),
+    "attention with a mask a head": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x, x, x, attn_mask=x[:, :, :1].repeat_interleave(2, 0).expand(-1, -1, 3), average_attn_weights=False
+        )[1].flatten(1),
+    ),
     "attention with learned keys": lambda: on(
         nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True),
         3,
         4,
         call=lambda layer, x: layer(x, x, x)[0],
+    ),
+    "MultiheadAttention with weights": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True), 2, 4, call=lambda layer, x: layer(x, x, x)[0]
     ),
     "LSTM of two layers": lambda: on(
         nn.LSTM(2, 2, 2, batch_first=True, proj_size=1), 3, 2, call=lambda layer, x: layer(x)[0][:, -1]
