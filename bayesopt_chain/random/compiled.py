@@ -111,7 +111,7 @@ def _load_compiled(source: Path) -> ctypes.CDLL:
     flags = [(*openmp, *LEVELS[level]) for openmp in (("-fopenmp",), ()) for level in levels()]
     name = f"{source.stem}-{_digest(text, compiler, flags)}"
     for library in folder.glob(f"{name}-*.so"):
-        if library.stem == f"{name}-{_content(library)}":
+        if library.is_file() and library.stem == f"{name}-{_content(library)}":
             return ctypes.CDLL(str(library))
     with tempfile.TemporaryDirectory(prefix="made-", dir=folder) as scratch:
         made = Path(scratch) / "library.so"

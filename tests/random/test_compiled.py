@@ -99,6 +99,15 @@ def test_a_damaged_library_is_built_again(cache, source, how):
     assert kept.stat().st_ino != before and kept.stem.endswith(compiled._content(kept))
 
 
+@pytest.mark.parametrize("plant", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_passed_over(cache, source, plant):
+    compiled.load(source)
+    library = the_library(cache)
+    plant(library.with_stem(library.stem[:-1]))
+    library.unlink()
+    assert compiled.load(source).answer() == 42
+
+
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
 def test_a_folder_that_others_can_change_is_not_used(cache, private, how, monkeypatch):
     if how == "open to others":
