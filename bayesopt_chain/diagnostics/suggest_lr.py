@@ -528,9 +528,9 @@ def _source(data: Any, seed: int) -> Source:
 
     def measured(most: float, number: int) -> tuple[int, list[Any], list[Any], list[Any]]:
         m = int(min(MOST, max(FEWEST, most / base)))
-        # the first of a list may be unlike the rest
-        mixed = random.Random(seed + number).sample(data, count) if isinstance(data, Sequence) else data
-        both = list(islice(mixed, 2 * m))
+        # the first of a list may be unlike the rest, and a sequence may make its batches when they are asked for
+        mixed = random.Random(seed + number).sample(range(count), count)
+        both = list(islice(map(data.__getitem__, mixed) if isinstance(data, Sequence) else data, 2 * m))
         made, other = both[:m], both[m:]
         return base, (made if len(made) > 1 else 2 * made), made, other
 

@@ -286,8 +286,9 @@ class File:
         Raises:
             ValueError: one does not match its checksum.
         """
-        for name in self.entries:
-            self.read(name)
+        for name, x in self.entries.items():
+            for at in range(0, x.stop - x.start, AT_ONCE):  # a tensor may be large
+                self._bytes(name, at, min(at + AT_ONCE, x.stop - x.start))
 
     def _bytes(self, name: str, start: int, stop: int) -> bytearray:
         """Bytes of a tensor, out of whole blocks that are compared with their checksums."""

@@ -339,7 +339,8 @@ def data_of(run: Run) -> dict[str, Any] | None:
         about |= {"size": len(dataset) if hasattr(dataset, "__len__") else None, "batch_size": batches.batch_size}
         while isinstance(dataset, torch.utils.data.Subset):  # as of random_split: other rows are other data
             rows: Any = dataset.indices  # numbers, or keys of a mapping
-            told = repr(rows.tolist() if hasattr(rows, "tolist") else list(rows))
+            # str: the repr of a number of NumPy is not that of the same number, nor that of NumPy 1
+            told = "\n".join(map(str, rows.tolist() if hasattr(rows, "tolist") else rows))
             about["rows"] = [*about.get("rows", []), zlib.crc32(told.encode())]
             dataset = dataset.dataset
         if run.batches.sampler is not None:

@@ -1,6 +1,8 @@
 """The adviser: both limits against exact ones, settings for networks that neither diverge nor heat, and what is refused."""
 
 import math
+import sys
+from collections import UserList
 from functools import partial
 
 import optree
@@ -13,6 +15,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.suggest_lr import MOMENTA
 from tests.diagnostics.oracle import DOUBLE, affine, by_recursion, lyapunov, worst_ratio
 
+module = sys.modules["bayesopt_chain.diagnostics.suggest_lr"]
 T = 0.001
 LIMITS = {  # lr k at which the chain diverges
     "momentum": (lambda lr: bc.sghmc(lr, 0.9, temperature=T), 2 * 1.9),
@@ -141,14 +144,35 @@ def test_batches_that_somebody_made_are_handed_back_with_the_law_of_their_order(
         bc.suggest_lr(at(800), squares, mode, (batch for batch in batches))
 
 
+class Lazy(UserList):
+    """Batches that are made when they are asked for."""
+
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        return super().__getitem__(i)
+
+
+def test_of_a_sequence_no_more_batches_are_made_than_are_looked_at():
+    g = torch.Generator().manual_seed(0)
+    (x, y), mode = linear(torch.randn(8000, 3, generator=g), g)
+    batches = Lazy(zip(x.split(20), y.split(20)))
+    bc.suggest_lr(at(8000), squares, mode, batches)
+    assert batches.made < 400
+
+
 @pytest.mark.slow
-def test_trial_runs_start_from_the_state_that_is_given():
+def test_trial_runs_start_from_the_state_that_is_given(monkeypatch):
     """A preconditioner that has learnt nothing yet is refused; from its state, which stays as it is, no trial run diverges."""
     _, mode, data = ordered()
     make, data = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), bc.epochs(data, 20)
     _, state = bc.sample(bc.make_step(squares, make(1e-5)), mode, make(1e-5).init(mode), data, steps=60).last
     given = optree.tree_map(torch.clone, state)
-    assert bc.suggest_lr(make, squares, mode, data, epochs=20, state=state).lr > 0
+    ends, runs = module._Adviser._ends, []
+    monkeypatch.setattr(module._Adviser, "_ends", lambda self, *about: runs.append(ends(self, *about)) or runs[-1])
+    bc.suggest_lr(make, squares, mode, data, epochs=20, state=state)
+    assert len(runs) == 1 and runs[0] is not None
     assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(given)))
     with pytest.raises(ValueError, match="state of a run"):
         bc.suggest_lr(make, squares, mode, data)

@@ -129,6 +129,12 @@ def test_another_run_under_the_same_path_is_refused_by_name_and_the_same_goes_on
     assert len(go(tmp_path, **first, steps=9)) == 9
 
 
+def test_rows_of_a_data_set_are_known_whatever_holds_their_numbers(tmp_path):
+    rows = torch.tensor([3, 1, 2, 0])
+    for steps, held in enumerate((rows, rows.numpy(), [*rows.numpy()], rows.tolist()), 1):
+        assert len(run(tmp_path, **loader(held), steps=steps)) == steps
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_loss_of_the_same_name_and_other_code_warns(tmp_path):
     def made(power):
