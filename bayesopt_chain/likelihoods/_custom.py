@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import ComposeTransform, Distribution, TransformedDistribution
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import (
@@ -151,14 +151,15 @@ class FromDistribution(Custom):
 
     def require_values(self, outputs: Tensor, targets: Tensor) -> None:
         if not is_hidden(outputs):
-            support: Any = self.at(outputs.detach()).support
-            of_each = (support.check(targets) & targets.isfinite()).reshape(-1, *targets.shape)
-            self._refuse(~of_each.any(0), targets, f"in the support, {support}")
+            known: Any = self.at(outputs.detach())
+            of_each = (_has(known, targets) & targets.isfinite()).reshape(-1, *targets.shape)
+            base = f" made of {known.base_dist.support}" if _is_composed(known) else ""
+            self._refuse(~of_each.any(0), targets, f"in the support, {known.support}{base}")
 
     @_unvalidated()
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
         known: Any = self.at(outputs)  # of which some say nothing of values outside their support
-        return torch.where(known.support.check(targets), known.log_prob(targets), -torch.inf)
+        return torch.where(_has(known, targets), known.log_prob(targets), -torch.inf)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self.at(outputs).mean
@@ -176,27 +177,52 @@ class FromDistribution(Custom):
 
     @_unvalidated()  # of a transformed distribution the base's support is narrower, by rounding
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        low, high, _ = self._support(outputs)
         try:
-            found = self.at(outputs).cdf(torch.maximum(torch.minimum(values, high), low))
+            return _share_below(self.at(outputs), values.to(outputs))
         except NotImplementedError:
             raise ValueError(
                 f"torch's {type(self.at(outputs)).__name__} has no cdf, so that predictions have a density, moments and draws, "
                 "but no quantiles and no CRPS: take those of predictive.sample(n), or a distribution with a cdf"
             ) from None
-        return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, found))
-
-    def _support(self, outputs: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """The ends of the distribution's support, where it says so, 0-d or one for each target; whether it is discrete."""
-        constraint: Any = self.at(outputs).support
-        ends = getattr(constraint, "lower_bound", REAL.low), getattr(constraint, "upper_bound", REAL.high)
-        low, high = (torch.as_tensor(x, dtype=outputs.dtype, device=outputs.device) for x in ends)
-        return low, high, bool(constraint.is_discrete)
 
     def support_at(self, outputs: Tensor) -> Support:
         """The ends of the support of all targets together."""
-        low, high, is_discrete = self._support(outputs)
-        return Support(float(low.min()), float(high.max()), is_discrete)
+        known: Any = self.at(outputs)
+        low, high = _ends(known, outputs)
+        return Support(float(low.min()), float(high.max()), bool(known.support.is_discrete))
+
+
+def _ends(known: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The ends of a distribution's support, where it says so, 0-d or one for each target."""
+    ends = getattr(known.support, "lower_bound", REAL.low), getattr(known.support, "upper_bound", REAL.high)
+    low, high = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in ends)
+    return low, high
+
+
+def _is_composed(known: Distribution) -> bool:
+    """Whether a distribution is transformed by a user, of which torch takes for the support whatever the last transform may
+    reach; distributions with a name know their own."""
+    return type(known) is TransformedDistribution
+
+
+def _has(known: Any, values: Tensor) -> Tensor:
+    """Whether values are in the support."""
+    found = known.support.check(values)
+    if _is_composed(known):
+        found = found & _has(known.base_dist, ComposeTransform(known.transforms).inv(values))
+    return found
+
+
+def _share_below(known: Any, values: Tensor) -> Tensor:
+    """The distribution function, of which torch gives no numbers, or wrong ones, outside of the support."""
+    low, high = _ends(known, values)
+    within = torch.maximum(torch.minimum(values, high), low)
+    if _is_composed(known):
+        transform: Any = ComposeTransform(known.transforms)
+        found = transform.sign * _share_below(known.base_dist, transform.inv(within)) + (1 - transform.sign) / 2
+    else:
+        found = known.cdf(within)
+    return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, found))
 
 
 def custom(

@@ -177,6 +177,21 @@ def test_quantiles_need_no_mean_and_values_are_looked_for_in_the_supports_of_all
     assert tails.log_prob(torch.full((1, 1), 4.0)).exp().item() == pytest.approx(3 / 32)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_distribution_made_of_another_by_transforms_has_nothing_where_that_one_has_nothing(sign):
+    """Exponential waiting from f on, forwards and backwards: torch takes all real numbers for its support."""
+    waiting = likelihoods.custom(
+        distribution=lambda f: D.TransformedDistribution(D.Exponential(torch.ones_like(f)), D.AffineTransform(f, sign))
+    )
+    at, below = torch.full((1, 1), sign), 1 - math.exp(-1)
+    mixed = waiting.mixture(sign * torch.tensor([0.0, 3.0])[:, None, None])
+    assert mixed.log_prob(at).item() == pytest.approx(-1 - math.log(2))
+    assert mixed.cdf(at).item() == pytest.approx(below / 2 if sign > 0 else 1 - below / 2)
+    assert mixed.quantile(0.5 - sign / 4).item() == pytest.approx(sign * math.log(2))
+    with pytest.raises(ValueError, match=r"1 of 1 targets .* made of GreaterThanEq\(lower_bound=0.0\), such as"):
+        waiting.nll(2 * at, at)
+
+
 @pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
 def test_the_integrated_score_of_components_far_apart_is_the_closed_form(apart, tolerance):
     """Gaussian noise as a custom likelihood, which is integrated, against ``E|X - y| - E|X - X'| / 2``."""
