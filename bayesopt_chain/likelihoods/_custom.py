@@ -209,7 +209,8 @@ def _has(known: Any, values: Tensor) -> Tensor:
     """Whether values are in the support."""
     found = known.support.check(values)
     if _is_composed(known):
-        found = found & _has(known.base_dist, ComposeTransform(known.transforms).inv(values))
+        transform: Any = ComposeTransform(known.transforms)
+        found = found & _has(known.base_dist, transform.inv(values))
     return found
 
 

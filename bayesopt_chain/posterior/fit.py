@@ -631,11 +631,7 @@ def fit_laplace(
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
         )
-    if unknown := options.keys() - OPTIONS:
-        raise TypeError(
-            f"fit_laplace: {', '.join(sorted(unknown))} is no argument of it, nor of its estimator of the curvature, whose "
-            f"are {', '.join(sorted(OPTIONS))}; which parameters are uncertain says subset="
-        )
+    _require_options("fit_laplace", options, "subset=")
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
@@ -767,6 +763,14 @@ def _validated(
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+def _require_options(who: str, options: dict[str, Any], chooser: str) -> None:
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(
+            f"{who}: {', '.join(sorted(unknown))} is no argument of it, nor of its estimator of the curvature, whose are "
+            f"{', '.join(sorted(OPTIONS))}; which parameters are uncertain says {chooser}"
+        )
+
+
 class EvidenceTraining(NamedTuple):
     """What :func:`train_by_evidence` returns.
 
@@ -865,6 +869,7 @@ def train_by_evidence(
         True
     """
     loader, module = as_batches(loader), unwrapped(module)
+    _require_options("train_by_evidence", options, "requires_grad_(False) of the others")
     of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     how = How(likelihood, "all", structure, options, prior_mean=prior_mean, read=Reader(module))

@@ -104,6 +104,7 @@ def test_hyperparameters_move_by_a_factor_of_e_at_most():
         ({"every": 0}, "every must be a whole number, at least 1, got 0"),
         ({"burn_in": -1}, "burn_in must be a whole number, at least 0, got -1"),
         ({"structure": "low_rank"}, "structure must be 'dense' or"),
+        ({"subset": "last_layer"}, r"train_by_evidence: subset is no argument of it.*requires_grad_.False."),
         ({"prior_precision": 0.0}, "prior_precision must be a positive, finite number"),
         ({"prior_structure": "one"}, "prior_structure must be 'scalar' or 'layerwise', or None, got"),
         ({"prior_structure": "layerwise", "structure": "root"}, "'layerwise' with structure='root'.*pass 'scalar'"),
