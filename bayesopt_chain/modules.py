@@ -151,10 +151,33 @@ class Forward:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x
             return self.outputs(self.called(*arguments, **keywords))
+        except TypeError as err:
+            if all(isinstance(x, Tensor) for x in (*arguments, *keywords.values())):
+                raise
+            raise TypeError(
+                f"forward: the module was called with {checks.short(keywords or arguments)} ({err}): hand it batches of "
+                "tensors (torch.as_tensor), or mappings with the names of its arguments and no others; make_functional has "
+                "inputs=, which takes the arguments out of a batch"
+            ) from err
         finally:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
                 held[key] = x
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy.
+
+    Raises:
+        ValueError: a module that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError, ValueError) as err:
+        raise ValueError(
+            f"the module cannot be copied ({err}): keep no results of computations, locks or files in it; in the place of "
+            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm; call a module with lazy norms once"
+        ) from err
 
 
 def reset_adapters(layer: nn.Module) -> bool:
@@ -510,7 +533,7 @@ def statistics(
     Raises:
         ValueError: no batches, or no draws.
     """
-    module = copy.deepcopy(module).eval()
+    module = copied(module).eval()
     layers = {name: x for name, x in module.named_modules() if isinstance(x, BatchNorm) and x.track_running_stats}
     for layer in layers.values():
         layer.train()

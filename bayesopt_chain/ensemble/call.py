@@ -18,6 +18,7 @@ from bayesopt_chain.data.epochs import columns
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import (
     CRUSHED,
+    DATA,
     LEAST,
     LEAST_SCORED,
     Data,
@@ -369,6 +370,7 @@ class EnsembleError(ValueError):
 
 @checks.takes(
     make_model=MAKER,
+    data=DATA,
     members=checks.WHOLE,
     steps=checks.whole(FEWEST),
     minutes=checks.POSITIVE,
@@ -413,8 +415,9 @@ def posterior_ensemble(
             (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are
             ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work (frozen in ``eval`` mode it keeps its
             statistics), and lazy layers are made.
-        data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, an iterable of batches,
-            or ``bc.epochs`` of tensors. They are read once and kept in memory. Data with equal inputs are left out together.
+        data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches (of
+            a generator, which may have no end, ``list(batches)``), or ``bc.epochs`` of tensors. They are read once and kept
+            in memory. Data with equal inputs are left out together.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
             used: the noise of each output is found on held-out data. The scale of ``student_t``, in the targets' units, is that
             of training; predictions have the one that held-out data ask for.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,15 @@ ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equ
 CRUSHED = 0.01  # of a column's deviation, within which its middle half is hardly seen
 LEAST_SCORED = 4  # data of a fold
 LEAST = 2 * LEAST_SCORED + 1
+DATA = checks.Kind(
+    lambda x: (
+        x.leaves is not None
+        if isinstance(x, Epochs)
+        else isinstance(x, Dataset) or (checks.BATCHES.fits(x) and not isinstance(x, Iterator))
+    ),
+    "tensors (inputs, targets), a Dataset, a DataLoader, a list of batches, or bc.epochs of tensors",
+    hint="of a generator that ends pass list(batches), of bc.epochs of a Dataset the Dataset",
+)
 
 
 class Data(NamedTuple):

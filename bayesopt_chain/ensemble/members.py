@@ -8,7 +8,6 @@ parameters and no such method is refused, for starts that are equal are no ensem
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from bayesopt_chain.modules import (
     Forward,
     Tensors,
     arguments_of,
+    copied,
     in_mode,
     inner_of,
     make_functional,
@@ -284,7 +284,7 @@ def frozen_of(module: nn.Module) -> Tensors:
 
 def copy_of(module: nn.Module) -> nn.Module:
     """A copy that shares the frozen parameters."""
-    return copy.deepcopy(module, {id(p): p for p in frozen_of(module).values()})
+    return copied(module, {id(p): p for p in frozen_of(module).values()})
 
 
 @torch.random.fork_rng(devices=[])
@@ -304,7 +304,7 @@ def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
     if anew:
         _draw_anew(network)
     elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
-    return (copy.deepcopy(network) if elsewhere else network).to(device)
+    return (copied(network) if elsewhere else network).to(device)
 
 
 def _draw_anew(module: nn.Module) -> None:

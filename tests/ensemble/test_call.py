@@ -1,6 +1,8 @@
 """The call as a user makes it: every likelihood, data of every kind, and what is refused."""
 
+import itertools
 import pickle
+import threading
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -36,6 +38,12 @@ def maker(out=1):
 
 
 MAKE = maker()
+
+
+def locked():
+    module = MAKE()
+    module.lock = threading.Lock()
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +251,12 @@ WRONG = [
         ValueError,
         "needs the same shape",
     ),
-    (maker(), iter([]), GAUSSIAN, ValueError, "data has no batches"),
+    (maker(), [], GAUSSIAN, ValueError, "data has no batches"),
+    (maker(), itertools.repeat((X, Y)), GAUSSIAN, TypeError, r"generator that ends pass list\(batches\)"),
+    (maker(), 5, GAUSSIAN, TypeError, "data must be tensors"),
+    (maker(), bc.epochs(TensorDataset(X, Y), 8), GAUSSIAN, TypeError, "of bc.epochs of a Dataset the Dataset"),
+    (maker(), {"x": X, "labels": Y}, GAUSSIAN, TypeError, "with the names of its arguments and no others"),
+    (locked(), (X, Y), GAUSSIAN, ValueError, "module cannot be copied .*lock"),
     (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "LazyModule"),
     (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\).* keys labels,"),
     (
@@ -274,7 +287,7 @@ WRONG = [
         r"posterior_ensemble: data: .*got Long and Float.* convert the inputs",
     ),
     (maker(), (X[:, :1], Y), GAUSSIAN, ValueError, "posterior_ensemble: data: the model cannot take it .*shapes"),
-    (weight_normed, (X, Y), GAUSSIAN, RuntimeError, "weight_norm"),
+    (weight_normed, (X, Y), GAUSSIAN, ValueError, "module cannot be copied.*weight_norm"),
     (maker(), (X, 1e-18 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
     (maker(), (X, 1e30 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
     (
