@@ -229,6 +229,7 @@ class LinearizedModel(Model):
             old = [x.expand(*lead, *x.shape[-2:]) for x in self._seen]
             inputs, Y, variances = (torch.cat([a, b], -2) for a, b in zip(old, (inputs, Y, variances)))
         new = copy.copy(self)
+        new._modules = copy.copy(self._modules)  # so that a transform of one is not the other's
         new._seen = inputs, Y, variances
         return new
 
@@ -309,7 +310,7 @@ class DrawsModel(EnsembleModel):
 
     Raises:
         TypeError: draws that are no tree of tensors.
-        ValueError: leaves that disagree on S.
+        ValueError: leaves that disagree on S, or weights of another number.
 
     Example:
         >>> import torch
@@ -336,6 +337,10 @@ class DrawsModel(EnsembleModel):
                 f"DrawsModel: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape]"
             )
         self._forward_of, self._draws, self._size = forward, draws, lengths.pop()
+        if weights is not None and tuple(weights.shape) != (self._size,):  # one weight would count for each draw
+            raise ValueError(
+                f"DrawsModel: weights has shape {tuple(weights.shape)} for {self._size} draws: pass one for each"
+            )
         self._num_outputs = num_outputs
 
     @classmethod

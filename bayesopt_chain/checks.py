@@ -410,10 +410,11 @@ def at_this_step(name: str, value: float | Tensor) -> float | Tensor:
         raise ValueError(f"{name}: must be a real scalar, got shape {tuple(value.shape)}, {value.dtype}")
     if isinstance(value, Tensor) and not is_readable(value):
         return value
-    if not 0 <= float(value) < math.inf:
+    number = value.item() if isinstance(value, Tensor) else value  # float() warns of a rate that is learnt
+    if not (math.isfinite(number) and number >= 0):
         raise ValueError(
-            f"{name}: its value at this step is {float(value)}, but it must be finite and not negative (the sign of the "
-            "descent is scale_by_neg_lr's); nothing was changed"
+            f"{name}: its value at this step is {number}, but it must be finite and not negative (the sign of the descent "
+            "is scale_by_neg_lr's); nothing was changed"
         )
     return value
 

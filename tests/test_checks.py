@@ -113,6 +113,13 @@ def test_nothing_is_read_of_tensors_that_are_hidden():
     assert torch.func.grad(lambda w: at({"w": w}))(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
+def test_a_rate_that_is_learnt_is_read_without_a_warning_and_words_are_none(recwarn):
+    rate = torch.tensor(0.1, requires_grad=True)
+    assert checks.at_this_step("lr", rate) is rate and not recwarn
+    with pytest.raises(TypeError):
+        checks.at_this_step("lr", "0.1")
+
+
 def test_what_a_model_cannot_take_is_said_of_its_inputs():
     with pytest.raises(ValueError, match="predict: data: the model cannot take it"), checks.blaming("predict", "data"):
         torch.zeros(2, 3) @ torch.zeros(2)

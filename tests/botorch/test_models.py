@@ -102,6 +102,7 @@ test_noise_that_nobody_knows_is_refused = refused(
             lambda x: DrawsModel(lambda w, b: b[0] @ w, torch.ones(4, 2, 3)).posterior(x),
             "3 outputs: pass num_outputs=3",
         ),
+        (lambda x: DrawsModel(None, torch.zeros(5, 2), weights=torch.ones(1)), r"weights has shape \(1,\) for 5 draws"),
         (lambda x: DrawsModel(None, bc.Draws.from_trees([{"w": x}])), r"of bc.Draws draws.params"),
         (lambda x: DrawsModel.of(fit()[0]), "of bc.fit_laplace call LinearizedModel.of"),
         (lambda x: LinearizedModel.of(torch.nn.Linear(2, 1)), "what bc.fit_laplace returned"),
@@ -131,6 +132,8 @@ def test_transforms_of_botorch_are_applied():
     ]
     got, want = (m.posterior(at).mean for m, at in zip(fantasies, (10 * x[:3], x[:3])))
     torch.testing.assert_close(got, raw.mean() + raw.std() * want)
+    seen.input_transform = Normalize(2)
+    assert model.input_transform is not seen.input_transform  # which is that of the conditioned model alone
 
 
 def members():
