@@ -11,7 +11,6 @@ change with time the covariance follows ``X_{t+1} = A_t X_t A_t^T + B_t B_t^T``,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,8 +76,13 @@ class NormalProbe(TorchDispatchMode):
 
 def state_of(tx: Any, params: Any) -> Any:
     """The state of ``init``; torch's generator and those of the links, which keys are drawn from, are left as they were."""
+    own = [x for link in getattr(tx, "links", ()) if isinstance(x := getattr(link, "generator", None), torch.Generator)]
+    before = [generator.get_state() for generator in own]
     with torch.random.fork_rng(devices=[]):
-        return copy.deepcopy(tx).init(params)
+        state = tx.init(params)
+    for generator, was in zip(own, before):
+        generator.set_state(was)
+    return state
 
 
 class OneUpdate:
