@@ -76,7 +76,7 @@ from bayesopt_chain.diagnostics._response import (
     polynomials,
 )
 from bayesopt_chain.diagnostics.findings import Row, judged
-from bayesopt_chain.diagnostics.heating import added, principal
+from bayesopt_chain.diagnostics.heating import added
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
 SHORT = 6  # steps after which a window ends where nothing can be hot
@@ -442,9 +442,8 @@ def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
 BUCKETS = 256
 FEW = 4096  # elements which a window may read of any model
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
-FOLDS = 3  # parts of a window; directions and H of each come from the others
+FOLDS = 4  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
-PRINCIPAL = 16  # directions of the largest differences, among which the noisiest are looked for
 DIRECTIONS = 2  # of the largest noise, and of the largest differences
 
 
@@ -568,21 +567,23 @@ def read_heat(
     G, X, mu, r = gradients, positions, momentum, rates
     heated = float(r.square().mean() / (r * temperatures).mean())
     d, D = X.diff(dim=0), G.diff(dim=0)
+    span = torch.linalg.qr(D.T)[0]  # which holds all differences
+    moves, D = d @ span, D @ span
     now, before = r[1:-1, None], r[:-2, None]
-    injected = torch.zeros_like(d)
-    injected[1:] = now / before * mu * d[:-1] - d[1:] - now * (first * G[1:-1] + (1 - mu - first) * G[:-2])
+    injected = torch.zeros_like(moves)
+    injected[1:] = (now / before * mu * d[:-1] - d[1:] - now * (first * G[1:-1] + (1 - mu - first) * G[:-2])) @ span
+    instruments = torch.cat([moves.roll(1, 0), injected], 1)
     rest, own, curvatures = list[Tensor](), list[Tensor](), list[float]()
     for begin, end in pairwise(round(len(D) * i / FOLDS) for i in range(FOLDS + 1)):
         known = torch.ones(len(D), 1, dtype=torch.float64, device="cpu")
         known[:2] = known[max(begin - 1, 0) : end + 1] = 0.0  # a row beside the fold shares a gradient with it
-        found = principal(D[known[:, 0] > 0], PRINCIPAL)
-        span = (found / found.norm(dim=1, keepdim=True).clamp(min=1e-300)).T
-        largest = torch.eye(len(found), dtype=torch.float64, device="cpu")[:, -DIRECTIONS:]
-        basis = torch.cat([_noisiest(D @ span, known, DIRECTIONS), largest], 1)
+        basis = torch.cat(
+            [_noisiest(D, known, DIRECTIONS), torch.linalg.eigh((D * known).T @ D)[1][:, -DIRECTIONS:]], 1
+        )
         basis, sizes, _ = torch.linalg.svd(basis, full_matrices=False)
-        Q = span @ basis[:, sizes > 0.1]
-        Dq, dq = D @ Q, d @ Q
-        H = _hessian(Dq, dq, torch.cat([dq.roll(1, 0), injected @ Q], 1), known)
+        Q = basis[:, sizes > 0.1]
+        Dq, dq = D @ Q, moves @ Q
+        H = _hessian(Dq, dq, torch.cat([part @ Q for part in instruments.chunk(2, 1)], 1), known)
         left = Dq - dq @ H.T
         if left[begin:end].square().sum() >= Dq[begin:end].square().sum():
             H, left = torch.zeros_like(H), Dq
@@ -597,8 +598,7 @@ def read_heat(
         totals = -(D[1:] * D[:-1]).sum(1)  # of the noise in all directions
         mean, its_error = (x / elements for x in _mean_and_error(totals))
         rho -= max(float(totals.mean()), 0.0) * (1.0 / BUCKETS - 1.0 / elements)
-        # the worst direction has at least the mean of all: of the two lower bounds the larger one
-        if mean - SURE * its_error > rho - SURE * error:
+        if mean > rho:  # the worst direction has at least the mean of all
             rho, error = mean, its_error
     rho, error, moved = (heated * x for x in (rho, error, float(torch.cat(own).square().mean()) / 2))
     limit = 2.0 * (1.0 + mu)
