@@ -169,7 +169,10 @@ def plain(value: Any) -> Any:
     """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
     if type(value) in (int, float, bool) or not isinstance(value, Real):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:  # a fraction beyond every float, which kinds refuse as they refuse infinity
+        return value
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

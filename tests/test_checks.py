@@ -1,6 +1,7 @@
 """One line checks all arguments of a function, by what their names mean in the whole library."""
 
 import inspect
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -56,6 +57,10 @@ def walk_with(**given):
         (lambda: bc.Chain(links=0), "Chain: links must be a list of links"),
         (lambda: bc.samplers.contour_weight(bc.sgd(0.1), "x", torch.tensor(1.0)), "contour_weight: state must be"),
         (lambda: bc.adam(0.1, betas=0.9), "betas must be two numbers"),
+        (
+            lambda: bc.likelihoods.student_t(Fraction(10**400)),
+            "student_t: df must be a number in [1, 1e9], got Fraction(",
+        ),
         (lambda: bc.adagrad(0.1, eps="x"), "eps must"),
         (lambda: bc.adadelta(0.1, rho="x"), "rho must"),
     ],
