@@ -52,6 +52,18 @@ def _unvalidated() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+@contextmanager
+def _asked(known: Distribution, what: str) -> Iterator[None]:
+    """Say of what a distribution of torch leaves out what it is, and what to do instead."""
+    try:
+        yield
+    except NotImplementedError:
+        raise ValueError(
+            f"torch's {type(known).__name__} has no {what}: take that of predictive.sample(n), or pass a distribution that has "
+            f"one, such as a subclass with {what}"
+        ) from None
+
+
 @dataclass(frozen=True, eq=False)
 class Custom(Likelihood):
     """See :func:`custom`: the Hessian in the outputs is that of the loss at the observed targets, unless one is given."""
@@ -162,10 +174,14 @@ class FromDistribution(Custom):
         return torch.where(_has(known, targets), known.log_prob(targets), -torch.inf)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return self.at(outputs).mean
+        known = self.at(outputs)
+        with _asked(known, "mean"):
+            return known.mean
 
     def variance(self, outputs: Tensor) -> Tensor:
-        return self.at(outputs).variance
+        known = self.at(outputs)
+        with _asked(known, "variance"):
+            return known.variance
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draws; torch's distributions know no generators, so that one is borrowed for the seed of the global one."""
@@ -177,13 +193,9 @@ class FromDistribution(Custom):
 
     @_unvalidated()  # of a transformed distribution the base's support is narrower, by rounding
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        try:
-            return _share_below(self.at(outputs), values.to(outputs))
-        except NotImplementedError:
-            raise ValueError(
-                f"torch's {type(self.at(outputs)).__name__} has no cdf, so that predictions have a density, moments and draws, "
-                "but no quantiles and no CRPS: take those of predictive.sample(n), or a distribution with a cdf"
-            ) from None
+        known = self.at(outputs)
+        with _asked(known, "cdf"):
+            return _share_below(known, values.to(outputs))
 
     def support_at(self, outputs: Tensor) -> Support:
         """The ends of the support of all targets together."""
