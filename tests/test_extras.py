@@ -64,6 +64,9 @@ CALLS = {
     ("arviz_stats", "diagnostics", "doctor"): lambda _: bc.diagnostics.doctor(DRAWS, of=never),
     ("scipy", "diagnostics", "doctor"): lambda _: bc.diagnostics.doctor(DRAWS, of=never),
     ("arviz", "diagnostics", "to_arviz"): lambda _: DRAWS.to_arviz(),
+    ("scipy", "diagnostics", "negative_binomial"): lambda _: bc.likelihoods.negative_binomial().cdf(
+        torch.zeros(1, 1), torch.ones(1, 1)
+    ),
     ("matplotlib", "plot", "bands"): lambda _: bc.plot.bands(torch.zeros(3), gaussian(torch.zeros(3))),
     ("torchmetrics", "metrics", "classes"): lambda _: bc.posterior.classification_metrics(
         PROBABILITIES, torch.tensor([0])

@@ -34,12 +34,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Elementwise, Grouping, Likelihood, like
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import FEW, NATS, gamma_like, incomplete_beta, log_gamma, normal_nodes
+from bayesopt_chain.likelihoods._quadrature import FEW, NATS, gamma_like, log_gamma, log_rising, normal_nodes
 
 LOG_2PI = math.log(2 * math.pi)
 SMALL, LARGE = -350.0, 700.0  # log deviations, the square of the first a number
@@ -177,9 +178,12 @@ class StudentT(Likelihood):
         return _each_of("student_t: scale", self.scale, event)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        s, df = like(self.scale, outputs), self.df
-        constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(math.pi * df)
-        return constant - s.log() - (df + 1) / 2 * ((targets - outputs) / s).square().div(df).log1p()
+        s, df, x = like(self.scale, outputs), self.df, self.df / 2
+        if x < 100:
+            gap = math.lgamma(x + 0.5) - math.lgamma(x) - math.log(x) / 2
+        else:  # where they would cancel, their series
+            gap = (-1 / 8 + (1 / 192 - 1 / (640 * x * x)) / (x * x)) / x
+        return gap - LOG_2PI / 2 - s.log() - (df + 1) / 2 * ((targets - outputs) / s).square().div(df).log1p()
 
     def information(self, outputs: Tensor) -> Tensor:
         return ((self.df + 1) / (self.df + 3) / like(self.scale, outputs).square()).expand_as(outputs)
@@ -197,9 +201,11 @@ class StudentT(Likelihood):
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         t = ((values - outputs) / like(self.scale, outputs)).to(torch.float64)
-        half, df = torch.tensor([0.5, self.df], dtype=torch.float64, device=outputs.device)
-        tail = incomplete_beta(df / 2, half, df / (df + t.square()), t.square() / (df + t.square())) / 2
-        return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
+        u, log_weights = log_gamma(self.df / 2, NATS)
+        found = torch.zeros_like(t)
+        for root, weight in zip((u / 2).exp().tolist(), log_weights.exp().tolist()):
+            found = found + weight * ndtr(root * t)
+        return found.to(outputs.dtype)
 
     def mixed(self, outputs: Outputs, points: int = FEW) -> Predictive:
         mean = outputs.mean.double()  # variances of far nodes are no numbers in single precision
@@ -270,19 +276,23 @@ class NegativeBinomial(LogRates):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         f = outputs.double()
         y, r = targets.to(f), torch.as_tensor(self.dispersion, dtype=f.dtype, device=f.device)
-        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
-        total = torch.logaddexp(f, r.log())
-        return (ways + y * (f - total) + r * (r.log() - total)).to(outputs.dtype)
+        above = softplus(f - r.log(), threshold=40)  # log(r + mu) - log r
+        return (log_rising(r, y) - torch.lgamma(y + 1) + y * (f - r.log() - above) - r * above).to(outputs.dtype)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         rate = gamma_like(outputs, self.dispersion, generator) * outputs.exp() / self.dispersion
         return torch.poisson(rate, generator=generator)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        mu, count = torch.broadcast_tensors(outputs.double().exp(), values.floor())
-        r = torch.full_like(mu, self.dispersion)
-        value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu), mu / (r + mu)).to(outputs.dtype)
-        return torch.where(count < 0, 0.0, value)
+        """By scipy, on the CPU, and not differentiated: torch has no incomplete beta function."""
+        checks.installed("negative_binomial: the distribution function", "diagnostics", "scipy")
+        from scipy.special import betainc, betaincc
+
+        mu, count = (x.detach().cpu() for x in torch.broadcast_tensors(outputs.double().exp(), values.double().floor()))
+        r, least = self.dispersion, count.clamp_min(0).numpy() + 1
+        p, rest = (mu / (r + mu)).numpy(), (r / (r + mu)).numpy()  # of which the smaller one has all its digits
+        small, large = (torch.as_tensor(x, device="cpu") for x in (betaincc(least, r, p), betainc(r, least, rest)))
+        return torch.where(count < 0, 0.0, torch.where(mu < r, small, large)).to(outputs)
 
 
 @checks.takes(
@@ -372,7 +382,8 @@ def poisson() -> Likelihood:
 def negative_binomial(dispersion: float = 1.0) -> Likelihood:
     """Counts that vary more than a Poisson's: mean ``e^f``, variance ``e^f + e^2f / dispersion``.
 
-    Outputs ``[B, *event]`` are logarithms of means; targets are counts and have the same shape.
+    Outputs ``[B, *event]`` are logarithms of means; targets are counts and have the same shape. The distribution function, and
+    with it quantiles, intervals and CRPS, needs scipy (the extra ``diagnostics``).
 
     Args:
         dispersion: r, in (0, 1e9]; a large one is nearly Poisson. Default 1 (geometric).

@@ -12,17 +12,6 @@ mean needs, later ones much further, where the density of targets that nobody ex
 exact. (An A along the eigenvectors, where the best coordinates of the sequence go along the largest eigenvalues, is closer by a
 fifth at most, three times as dear at 100 classes, and has no derivative where eigenvalues meet.)
 
-The regularised incomplete beta function, which torch lacks.
-
-The distribution functions of the beta, Student's t and negative binomial distributions need it.
-
-    I_x(a, b) = x^a (1 - x)^b / (a B(a, b)) / (1 + d_1 / (1 + d_2 / (1 + ...)))
-
-    d_{2m+1} = -(a + m) (a + b + m) x / ((a + 2m) (a + 2m + 1)),   d_{2m} = m (b - m) x / ((a + 2m - 1) (a + 2m))
-
-by Lentz's method, for ``x < (a + 1) / (a + b + 2)``, where the fraction converges in O(sqrt(max(a, b))) terms; beyond,
-``I_x(a, b) = 1 - I_{1-x}(b, a)``. (Press et al., Numerical Recipes, 6.4; DLMF 8.17.22.)
-
 Draws that torch makes with a generator, but does not export.
 
 Turns Gaussian logits into class probabilities.
@@ -207,50 +196,18 @@ def sobol_nodes(mean: Tensor, covariance: Tensor, pairs: int = PAIRS) -> Tensor:
     )
 
 
-TERMS, TINY = 4000, 1e-300
-
-
-@torch.no_grad()
-def incomplete_beta(a: Tensor, b: Tensor, x: Tensor, rest: Tensor) -> Tensor:
-    """``I_x(a, b)`` for ``0 <= x <= 1`` and positive a, b, elementwise, in float64; it is not differentiated.
-
-    ``rest`` is ``1 - x``, which may be known better than by subtraction.
+def log_rising(x: Tensor, n: Tensor) -> Tensor:
+    """``log Gamma(x + n) - log Gamma(x)``, float64, by Stirling's series where x is so large that the two would cancel.
 
     Example:
         >>> import torch
-        >>> from bayesopt_chain.likelihoods._quadrature import incomplete_beta
-        >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.5))
-        tensor(0.6875, dtype=torch.float64)
+        >>> x = torch.tensor(1e9, dtype=torch.float64)
+        >>> log_rising(x, torch.ones_like(x)) - x.log()
+        tensor(0., dtype=torch.float64)
     """
-    a, b, x, y = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in (a, b, x, rest)))
-    is_far = x > (a + 1) / (a + b + 2)
-    a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)
-    near, far = torch.where(is_far, y, x), torch.where(is_far, x, y)
-    log_far = torch.where(near < 0.5, (-near).log1p(), far.clamp_min(TINY).log())
-    log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-    front = a * near.clamp_min(TINY).log() + b * log_far - a.log() - log_beta
-    value = torch.where(near > 0, front.exp() / _fraction(a, b, near), 0.0)
-    return torch.where(is_far, 1 - value, value)
-
-
-def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
-    numerator, denominator = torch.ones_like(x), torch.zeros_like(x)
-    total = change = torch.ones_like(x)
-    for n in range(1, TERMS):
-        m = n // 2
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        d = odd if n % 2 else m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        denominator = 1 / _away_from_zero(1 + d * denominator)
-        numerator = _away_from_zero(1 + d / numerator)
-        change = numerator * denominator
-        total = total * change
-        if n % 16 == 0 and bool(((change - 1).abs() < 1e-15).all()):
-            break
-    return torch.where((change - 1).abs() < 1e-9, total, math.nan)
-
-
-def _away_from_zero(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < TINY, TINY, x)
+    after, before = ((1 / 12 - (1 / 360 - 1 / (1260 * y * y)) / (y * y)) / y for y in (x + n, x))
+    large = (x - 0.5) * (n / x).log1p() + n * ((x + n).log() - 1) + after - before
+    return torch.where(x > 100, large, torch.lgamma(x + n) - torch.lgamma(x))
 
 
 def gamma_like(tensor: Tensor, shape: float, generator: torch.Generator | None) -> Tensor:
