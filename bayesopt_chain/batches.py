@@ -58,6 +58,11 @@ def size(batch: Any, otherwise: int = 0) -> int:
     return lengths[0] if lengths else otherwise
 
 
+def each_once(data: Any) -> Any:
+    """Batches that hold each datum once: of ``bc.epochs``, whose epochs leave out what fills no batch, its ``parts()``."""
+    return data.parts() if hasattr(data, "common_rows") else data
+
+
 def picked(what: str | Callable[[Any], Any] | None, default: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of a batch from a function, a key (of a mapping; of anything else an attribute), or ``None`` for a default."""
     if what is None:

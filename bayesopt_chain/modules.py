@@ -85,8 +85,8 @@ class Functional(NamedTuple):
 class Forward:
     """A module as a function of its trained parameters; made by :func:`make_functional`.
 
-    ``forward(params, batch)`` gives the outputs with the module's own buffers, which it leaves as they are;
-    :meth:`with_buffers` takes the buffers and returns their next values.
+    ``forward(params, batch)`` gives the outputs with the module's own buffers, or those in ``held``, which it leaves as they
+    are; :meth:`with_buffers` takes the buffers and returns their next values.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Forward:
         outputs: str | Callable[[Any], Any] | None = None,
     ) -> None:
         self.called, self.module = module, inner_of(module)
+        self.held: Tensors = {}  # buffers to compute with in the place of the module's own
         self.inputs = batches.picked(inputs, partial(batch_inputs, module=self.module))
         self.outputs = batches.picked(outputs, as_it_is)
         self.names = frozenset(name for name, p in self.module.named_parameters() if p.requires_grad)
@@ -108,10 +109,10 @@ class Forward:
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
         """The module's outputs for a batch."""
-        moving: Tensors = {}
+        buffers = self.held
         if self.has_buffers and self.module.training:
-            moving = {name: b.clone() for name, b in self.module.named_buffers()}
-        return self._call({**params, **moving}, batch)
+            buffers = {name: b.clone() for name, b in (buffers or dict(self.module.named_buffers())).items()}
+        return self._call({**params, **buffers}, batch)
 
     def with_buffers(
         self, params: Mapping[str, Tensor], batch: Any, buffers: Mapping[str, Tensor]
@@ -508,6 +509,12 @@ def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
                 f"{who}: {name} ({type(layer).__name__}) has no running statistics, so that a datum's outputs depend on the "
                 "others in eval mode too: train it with track_running_stats=True, or use a norm of single data"
             )
+    require_eval_mode(module, who)
+
+
+def require_eval_mode(module: nn.Module, who: str) -> None:
+    """Raise for layers in training mode that mix data or draw there."""
+    for name, layer in module.named_modules():
         if layer.training and _changes_in_training(layer):
             raise ValueError(
                 f"{who}: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "

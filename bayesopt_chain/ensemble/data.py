@@ -210,15 +210,13 @@ def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tupl
         ValueError: no targets, inputs that are not finite, too few data, or batches that do not fit together.
     """
     size = data.batch_size if isinstance(data, (Epochs, DataLoader)) else None
-    if isinstance(data, Epochs):
-        data = data.parts()
-    elif isinstance(data, DataLoader):
+    if isinstance(data, DataLoader):
         data = _in_order(data, who)
     elif isinstance(data, Dataset):
         data = DataLoader(data, AT_ONCE)
     is_one = isinstance(data, (tuple, Mapping)) or (isinstance(data, list) and any(map(torch.is_tensor, data[:1])))
     data = batches.tree_map(
-        lambda x: x.detach() if isinstance(x, Tensor) else x, data if is_one else _joined(data, who)
+        lambda x: x.detach() if isinstance(x, Tensor) else x, data if is_one else _joined(batches.each_once(data), who)
     )
     inputs, targets = as_pair(data)
     if targets is None:

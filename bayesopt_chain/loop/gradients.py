@@ -339,7 +339,7 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
     def full_gradient(params: Any) -> Any:
         total: Any = None
         n = 0
-        for batch in data.parts() if isinstance(data, Epochs) else data:
+        for batch in any_batch.each_once(data):
             size = any_batch.size(batch, 1)
             if not size:
                 continue

@@ -47,7 +47,7 @@ class LinearizedHead(nn.Module):
         self.likelihood, self.dtype = likelihood, dtype
         original = features.forward.module
         self.layer = next(name for name, layer in original.named_modules() if layer is features.layer)
-        self.network = _filled(original, features.params)
+        self.network = _filled(original, features.params, features.forward.held)
         self.head, precision = head, posterior.precision.factorised()
         bases = precision.layer_bases()
         covariance = None if bases else _covariance_of(precision, posterior.mean, head)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
+from bayesopt_chain.batches import each_once
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part, parts
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
@@ -345,6 +347,8 @@ class FittedLaplace:
             all, where its likelihood and its functions can.)
         """
         seen, (leaves, structure) = self.seen, optree.tree_flatten(self.model.params)
+        of = self.model.likelihood
+        noise = None if of.noise_variance is None else torch.as_tensor(of.noise_variance, device="cpu").tolist()
         prior = spread(self.prior_precision, self.model.params, "prior_precision")
         return {
             "params": self.model.params,
@@ -355,6 +359,7 @@ class FittedLaplace:
             "entries": seen.entries,
             # one form whatever the tuning, so that every fit of a module is a template for the state of another
             "prior_precision": structure.unflatten([d.to(wide(p.dtype)) for d, p in zip(prior, leaves)]),
+            "likelihood": torch.tensor(zlib.crc32(f"{of.name} {noise}".encode()), device="cpu"),
             "likelihood_scale": self.likelihood_scale,
             "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }
@@ -381,7 +386,8 @@ class FittedLaplace:
         model = replace(self.model, params=state["params"])
         names = ("precision", "rows", "log_likelihood", "squares", "entries")
         given, wanted = ([x[name] for name in names] for x in (state, own))
-        if optree.tree_structure(cast(Any, given)) != optree.tree_structure(cast(Any, wanted)):
+        is_like = optree.tree_structure(cast(Any, given)) == optree.tree_structure(cast(Any, wanted))
+        if not is_like or int(state["likelihood"]) != int(own["likelihood"]):
             raise ValueError(
                 f"load_state_dict: the state, whose precision is {type(state['precision']).__name__}, is of another structure "
                 f"or likelihood than {self!r}"
@@ -400,7 +406,7 @@ class FittedLaplace:
         Returns:
             A new fit; this one stays as it is.
         """
-        batches = peeked(loader, read=self.model.how.read)
+        batches = peeked(each_once(loader), read=self.model.how.read)
         new = self.model.run_over(batches.every, progress, batches.total)
         seen = both(self.seen, new)
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
@@ -633,7 +639,7 @@ def fit_laplace(
         )
     _require_options("fit_laplace", options, "subset=")
     read = Reader(module_or_forward)
-    batches = peeked(loader, read=read)
+    batches = peeked(each_once(loader), read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     with checks.blaming("fit_laplace", "loader"):
         model = make_model(module_or_forward, params, batches.first, how)
@@ -876,7 +882,8 @@ def train_by_evidence(
     with in_mode(module, training=False):
         model = make_model(module, None, peeked(loader, "train_by_evidence", how.read).first, how)
     means: Any = model.prior_means()
-    count = sum(batch_size(batch) for batch in map(how.read, loader))
+    forward: Any = model.forward
+    count = sum(batch_size(batch) for batch in map(how.read, each_once(loader)))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     if any(p.dtype == torch.float16 for p in chosen.values()):
@@ -908,15 +915,17 @@ def train_by_evidence(
         if epoch != epochs and (epoch <= burn_in or (epoch - burn_in) % every):
             continue
         now = replace(model, params={name: p.detach().clone() for name, p in chosen.items()})
+        forward.held = {name: b.detach().clone() for name, b in module.named_buffers()}
         with in_mode(module, training=False):
             fitted = _estimated(now, loader, prior, scale, tune_noise, of_prior)
         prior, scale = fitted.prior_precision, fitted.likelihood_scale
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
-            best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
+            best = fitted, forward.held
     assert best is not None, "the last epoch is always estimated"
+    forward.held = best[1]
     module.eval()
-    write_back(module, best[0].model.params, best[1])
+    write_back(module, best[0].model.params, forward.held)
     return EvidenceTraining(best[0], evidences, losses)
 
 
@@ -960,7 +969,7 @@ def _estimated(
     prior_structure: str | None,
 ) -> FittedLaplace:
     """The fit at the parameters, its prior and noise moved towards the best."""
-    seen = model.run_over(map(model.how.read, data))
+    seen = model.run_over(map(model.how.read, each_once(data)))
     fixed = None if tune_noise else torch.ones_like(seen.log_likelihood)
     best, noise = tuned(model, seen, scale=fixed, prior_structure=prior_structure)
     nearer = {name: moved(now, best[name]) for name, now in prior.items()}

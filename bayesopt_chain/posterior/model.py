@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
+from bayesopt_chain.batches import each_once
 from bayesopt_chain.batches import size as number_of_data
 from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules import as_pair, logits_of, make_functional, require_eval, with_progress
+from bayesopt_chain.modules import Forward, as_pair, logits_of, make_functional, require_eval, with_progress
 from bayesopt_chain.posterior._linearized import linearized_by
 from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.last_layer import (
@@ -140,7 +141,15 @@ class Model:
         return of[layer.weight], None if layer.bias is None else of[layer.bias]
 
     def seen_by_head(self, batch: Any) -> Any:
-        """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
+        """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer.
+
+        Raises:
+            ValueError: the module is in training mode by now.
+        """
+        source = getattr(self.how.read, "module", None)
+        module = source.module if isinstance(source, Forward) else source
+        if isinstance(module, nn.Module):
+            require_eval(module)
         if self.features_of is not None:
             features, targets = batch if isinstance(batch, HeadBatch) else self.features_of(batch)
             return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
@@ -254,7 +263,10 @@ def matrix_size(model: Model) -> int:
 def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> Model:
     module = unwrapped(module)
     require_eval(module)
-    forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
+    forward, own, buffers = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
+    forward.held = (
+        buffers  # the statistics that belong to these parameters, whatever the module is trained to afterwards
+    )
     chosen = own if params is None else params
     for name, p in own.items():
         if name in chosen and chosen[name].shape != p.shape:
@@ -353,7 +365,7 @@ def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterator[Any]
     Raises:
         ValueError: a batch without data, or whose tensors disagree about their number.
     """
-    for batch in [data] if isinstance(data, (Tensor, tuple, Mapping)) else data:
+    for batch in [data] if isinstance(data, (Tensor, tuple, Mapping)) else each_once(data):
         pair = read(batch)
         if not number_of_data(pair, otherwise=1):  # what holds no tensors is refused by who takes it, by its type
             raise ValueError("predict: the batch is empty: pass at least one datum")

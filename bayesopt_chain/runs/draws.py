@@ -23,10 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
+from bayesopt_chain.batches import each_once
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike, require_one_axis
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.loop.parallel import unstack
-from bayesopt_chain.modules import inner_of, logits_of, make_functional, one_by_one, statistics
+from bayesopt_chain.modules import (
+    Forward,
+    inner_of,
+    logits_of,
+    make_functional,
+    one_by_one,
+    require_eval_mode,
+    statistics,
+)
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
@@ -570,7 +579,7 @@ class Draws:
                     )
                 yield y
 
-        out = [averaged(outputs(batch), reduce) for batch in batches]
+        out = [averaged(outputs(batch), reduce) for batch in each_once(batches)]
         if not out:
             raise ValueError(
                 "predict: batches is empty; an iterator can be gone through only once, pass a list or a loader"
@@ -681,7 +690,7 @@ class Draws:
         ):
             batches = [batches]
         said = []
-        for batch in batches:
+        for batch in each_once(batches):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise TypeError(
                     f"log_likelihood: batches must be pairs (inputs, targets), got {type(batch).__name__}: "
@@ -912,14 +921,19 @@ def averaged(blocks: Iterable[Tensor], reduce: Reduce) -> Tensor:
 
 
 def warn_of_moving_buffers(forward: Any) -> None:
-    """Warn where draws hold no buffers, and the module they predict with has statistics that training moved."""
-    module = getattr(forward, "module", None)
-    if module is not None and any(name.endswith("running_mean") for name, _ in module.named_buffers()):
+    """Warn where draws hold no buffers, and the module they predict with has statistics that training moved.
+
+    Raises:
+        ValueError: it is in training mode, where layers mix data or draw.
+    """
+    if not isinstance(forward, Forward):
+        return
+    require_eval_mode(forward.module, "predict")
+    if any(name.endswith("running_mean") for name, _ in forward.module.named_buffers()):
         checks.warn(
             "predict: the module has BatchNorm, and these draws hold no statistics of their own: every draw predicts "
-            "with those "
-            "that the module has now. Keep them with the draws (make_step(..., buffers=), bc.collect), or compute them: "
-            "bc.refresh_batch_norm(module, draws, loader)"
+            "with those that the module has now. Keep them with the draws (make_step(..., buffers=), bc.collect), or compute "
+            "them: bc.refresh_batch_norm(module, draws, loader)"
         )
 
 

@@ -371,9 +371,14 @@ def test_a_state_of_another_structure_or_likelihood_is_refused():
     (x, y), model = classes(), module()
     fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
     of_noise = bc.fit_laplace(model, bc.likelihoods.gaussian(), [(x, torch.randn(len(x), 3))], structure="kronecker")
-    for other in (of_noise, bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], structure="diagonal")):
+    diagonal = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], structure="diagonal")
+    counts, known, half = (
+        bc.fit_laplace(model, likelihood, [(x, torch.ones(len(x), 3))], subset="all", structure="dense", tune=None)
+        for likelihood in (bc.likelihoods.poisson(), bc.likelihoods.gaussian(), bc.likelihoods.gaussian(0.5))
+    )
+    for one, other in ((fitted, of_noise), (fitted, diagonal), (counts, known), (known, half)):
         with pytest.raises(ValueError, match="of another structure or likelihood than Laplace posterior of"):
-            fitted.load_state_dict(other.state_dict())
+            one.load_state_dict(other.state_dict())
 
 
 def test_predictions_of_nan_stay_nan():
@@ -486,6 +491,35 @@ def test_validation_and_predictions_run_the_body_once_for_each_batch():
     assert len(calls) == len(train) + len(held_out) and not model[3]._forward_hooks
     fitted.predict(train[0][0])
     assert len(calls) == len(train) + len(held_out) + 1
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_a_fit_stays_what_it_was_while_its_module_is_trained_on_and_refuses_it_in_training_mode(subset):
+    model, (x, y) = normalised(), classes()
+    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], subset=subset)
+    before = fitted.predict(x)
+    model.train()(x + 3)  # moves the statistics
+    for refused in (fitted.predict, fitted.refit, lambda data: bc.influence(fitted, data, data)):
+        with pytest.raises(ValueError, match=r"BatchNorm1d\) is in training mode"):
+            refused((x, y))
+    model.eval()
+    assert torch.equal(fitted.predict(x), before)
+    if subset == "last_layer":
+        torch.testing.assert_close(fitted.module()(x)[0], fitted.predictive(x).mean)
+
+
+def test_epochs_that_leave_data_out_are_read_whole_and_in_order():
+    """Of 7 data in batches of 3 an epoch gives 6."""
+    model, (x, y), likelihood = module(), (z[:7] for z in classes()), bc.likelihoods.categorical()
+    data = bc.epochs((x, y), 3)
+    fitted = bc.fit_laplace(model, likelihood, [(x, y)])
+    torch.testing.assert_close(bc.fit_laplace(model, likelihood, data).log_evidence, fitted.log_evidence)
+    assert fitted.refit(data).seen.precision.count == 14
+    torch.testing.assert_close(fitted.predict(data), fitted.predict(x))
+    draws = bc.Draws.from_trees([model])
+    torch.testing.assert_close(draws.predict(model, data), model(x).detach())
+    assert draws.log_likelihood(model, data, likelihood).shape == (1, 7)
+    assert bc.posterior.train_by_evidence(model, likelihood, data, epochs=1).fitted.seen.precision.count == 7
 
 
 def test_a_loader_is_read_once():

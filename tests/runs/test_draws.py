@@ -319,6 +319,7 @@ def test_what_cannot_be_refreshed_or_predicted_is_refused_by_name():
     for says, act, *args in (
         ("the loader has no batches", bc.refresh_batch_norm, module, draws, []),
         (r"train mode.*module\.eval\(\)", fresh.predict, bc.make_functional(module).forward, loader),
+        (r"BatchNorm1d\) is in training mode", draws.predict, module, loader),
         ("hold buffers of their own", fresh.predict, lambda params, batch: batch, loader),
     ):
         with pytest.raises(ValueError, match=says):
