@@ -3,7 +3,8 @@
 Neighbouring links that say what part they play (:mod:`bayesopt_chain.engine.parts`) and the matched noise that enters them are
 one :class:`Engine`: [decay] [learning] [momentum] [noise] scale, on the same leaves (:func:`engines`). A step has two halves.
 :meth:`Engine.numbers` reads the numbers of this step, a :class:`Move`, from links, schedules and state, and changes nothing. Of
-noise under a schedule these are the rate and the temperature alone, from which the kernel works out the others.
+noise under a schedule these are the rate and the temperature alone, from which the kernel works out the others. Schedules of
+this library are evaluated at many counts at once, among which the kernel finds that of the leaves.
 :meth:`Engine.step` hands them with the tensors to the kernel of :mod:`bayesopt_chain.engine.sweep_cpu`, which draws and moves.
 Each half may decline, with nothing changed; then the links act one by one, with the same bits. One engine serves ``tx.update``
 (updates in the place of gradients) and ``make_step`` (parameters moved, in place or not).
@@ -107,13 +108,14 @@ class Numbers(NamedTuple):
     """The numbers of one step.
 
     Attributes:
-        moves: a :class:`Move` as doubles, one for all leaves or one for each; ``None`` where the kernel works them out of
-            ``given``.
-        stride: 0 for all, 1 for each.
+        moves: a :class:`Move` as doubles, whose factor is that of a learning rate of 1 where there are ``rates``.
+        stride: 0 where there is one rate for all leaves, 1 for each.
         adds: whether the noise is added to the gradient; false where the temperature is 0 now.
-        given: the temperature, and behind it the rate of all leaves or of each, as doubles, where noise follows a schedule;
-            ``None`` elsewhere.
-        live: of ``given``, for each leaf whether it has a gradient; ``None`` for all.
+        rates: the rate of all leaves or of each, as doubles; ``None`` where it never changes.
+        temperature: of noise under a schedule, whose numbers the kernel works out of rate and temperature.
+        first, length: where ``rates`` are those at so many counts, from ``first`` on, among which the kernel finds that of all
+            leaves by their counters; a length of 0 elsewhere.
+        live: of ``rates``, for each leaf whether it has a gradient; ``None`` for all.
         learned: a :class:`Learned` as doubles, one for all leaves or one for each; ``None`` where nothing learns.
         learned_stride: 0 for all, 1 for each.
         root: the address of the function that takes roots, 0 for that of C++.
@@ -122,7 +124,10 @@ class Numbers(NamedTuple):
     moves: Any
     stride: int = 0
     adds: bool = True
-    given: Any = None
+    rates: Any = None
+    temperature: float = 0.0
+    first: int = 0
+    length: int = 0
     live: Any = None
     learned: Any = None
     learned_stride: int = 0
@@ -167,6 +172,7 @@ class Engine:
 
     # places in the state; none of them is read where there is no such link
     noise: Any
+    temperature: Any = 0.0
     of_chains: Engine | None = None  # the last result of :meth:`stacked`
     velocity: Any = None
     trace: str = "trace"  # the field of the velocity
@@ -207,21 +213,23 @@ class Engine:
         self.is_counted = schedules.is_schedule(self.step_size)
         self.counted = [self.rate] * self.is_counted
         self.counted += [self.learner] * (self.learner is not None and self.learns.counts)
-        self.is_table = self.is_counted and schedules.is_elementwise(self.step_size)
         self.remembers = self.changes = False
         if noise is not None:
             self._take_noise(plan.noise[noise], given)
         is_number = isinstance(self.step_size, (int, float))
-        self.move = Move(self.sign * self.step_size if is_number else 0.0, **given)
-        self.constant = Numbers(_packed([self.move])) if is_number and not self.changes else None
+        self.move = Move(self.sign * (self.step_size if is_number else 1.0), **given)
+        self.moves = _packed([self.move])
+        self.constant = Numbers(self.moves) if is_number and not self.changes else None
         self.chains, self.axes, self.is_large = 1, (), sum(self.sizes) > PARALLEL[noise is not None]
         self.known: _Known | None = None
+        self.block: Numbers | None = None  # of the steps around the last one, at which a schedule was evaluated at once
 
     def stacked(self, n: int) -> Engine:
         """The engine of ``n`` chains with equal numbers, whose tensors are stacked on axis 0."""
         if self.of_chains is None or self.of_chains.chains != n:
             self.of_chains = copy.copy(self)
-            self.of_chains.chains, self.of_chains.axes, self.of_chains.known = n, (n,), None
+            self.of_chains.chains, self.of_chains.axes = n, (n,)
+            self.of_chains.known = self.of_chains.block = None
             self.of_chains.shapes = tuple([torch.Size((n, *shape)) for shape in self.shapes])
             self.of_chains.is_large = n * sum(self.sizes) > PARALLEL[self.noise is not None]
         return self.of_chains
@@ -279,10 +287,12 @@ class Engine:
         if (at := self._counts(state.count, present)) is None:
             return None
         known = {n: self._at_count(every, n) for n in {*at}}
-        if len(known) == 1:
-            return numbers._replace(learned=_packed([*known.values()]))
-        rows = _spread([known[n] for n in at], present, [every] * len(self.where))
-        return numbers._replace(learned=_packed(rows), learned_stride=1)
+        rows = (
+            [*known.values()]
+            if len(known) == 1
+            else _spread([known[n] for n in at], present, [every] * len(self.where))
+        )
+        return numbers._replace(learned=_packed(rows), learned_stride=int(len(rows) > 1))
 
     def _at_count(self, numbers: Learned, n: int) -> Learned:
         """The numbers of a leaf that has had ``n`` updates."""
@@ -293,41 +303,40 @@ class Engine:
 
     def _moves(self, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
         """The numbers of this step for a rate or a temperature that may change; ``None`` where one cannot be read."""
+        noise = entries[self.noise] if self.changes else None
+        if noise is not None and not (noise.conditions and _is_readable(noise.conditions[0])):
+            return None
+        if self.block is not None and present is None:
+            return self.block  # the kernel reads the counters
+        if noise is not None and self.axes and not (_are_equal(noise.conditions[0]) and _are_equal(noise.step)):
+            return None
         rates, wide = self._rates(entries, present)
         if not rates or (wide and self.has_scalars and self.dtype != torch.float64):
             return None
-        n = len(self.where)
-        if not self.changes:
-            factors = rates if len(rates) == 1 else _spread(rates, present, [0.0] * n)
-            return Numbers(_packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1))
-        state, temperature = entries[self.noise], self.temperature
-        if not state.conditions or not _is_readable(state.conditions[0]):
-            return None
-        if self.axes and not (_are_equal(state.conditions[0]) and _are_equal(state.step)):
-            return None
-        if not isinstance(temperature, float):
-            temperature = self._value(temperature, (state.step[0] if self.axes else state.step).item())[0]
+        temperature, is_constant = self.temperature, schedules.is_number(self.temperature)
+        if noise is not None and not is_constant:
+            temperature = self._value(temperature, (noise.step[0] if self.axes else noise.step).item())[0]
             if temperature is None:
                 return None
             checks.at_this_step("temperature", temperature)
-        for rate in rates:
+        for rate in rates if self.changes else ():
             if not 0.0 <= rate < torch.inf:
                 checks.at_this_step("lr", rate)
-        every = rates if len(rates) == 1 else _spread(rates, present, [0.0] * n)
-        given = array("d", (temperature, *every))
-        live = None if present is None else array("B", [k in present for k in range(n)])
-        adds = isinstance(self.temperature, float) or temperature != 0
-        return Numbers(None, int(len(every) > 1), adds, given, live)
+        is_one = len(rates) == 1 and present is None and not self.axes
+        if is_one and is_constant and schedules.is_elementwise(self.step_size):
+            k = entries[self.rate].count[0].item() // _BLOCK
+            self.block = Numbers(self.moves, 0, True, _values(self.step_size, k), temperature, k * _BLOCK, _BLOCK)
+            return self.block
+        every = rates if len(rates) == 1 else _spread(rates, present, [0.0] * len(self.where))
+        live = None if present is None else array("B", [k in present for k in range(len(self.where))])
+        stride, adds = int(len(every) > 1), is_constant or temperature != 0
+        return Numbers(self.moves, stride, adds, array("d", every), temperature, live=live)
 
     def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
         """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
-        if not self.is_counted:
-            value, wide = self._value(self.step_size, 0)
-            return ([] if value is None else [value]), wide
-        if (at := self._counts(entries[self.rate].count, present)) is None:
+        at = self._counts(entries[self.rate].count, present) if self.is_counted else [0]
+        if at is None:
             return [], False
-        if self.is_table and len({*at}) == 1:
-            return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
         known = {n: self._value(self.step_size, n) for n in {*at}}
         if any([value is None for value, _ in known.values()]):
             return [], False
@@ -415,7 +424,7 @@ class Engine:
             known.table[start : start + len(g)] = addresses
         overwritten = () if moves else g if present is None else [g[k] for k in present]
         torch.autograd.graph.increment_version([*known.written, *overwritten])
-        self._run(known.job, numbers, flags)
+        self._run(known.job, numbers, flags, entries)
         return list(found.theta) if moves else g
 
     def _tensors(self, p: Sequence[Any] | None, entries: Sequence[Any], moves: bool) -> _Tensors:
@@ -466,7 +475,7 @@ class Engine:
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
     ) -> _Known:
         """The job of a step in place, which the next step uses again if its tensors are the same."""
-        out, counts = found.theta if moves else g, _where(found.counts, [*g] * len(self.counted))
+        out, counts = found.theta if moves else g, _where(found.counts, [x is not None for x in g] * len(self.counted))
         lists = (found.theta, g, *found[1:5], out, *found[1:4], counts, counts)
         job, table = self._job(lists, (*found.keys, *found.keys[1:]), (*found.conditions, *found.conditions))
         first = len(found.theta)
@@ -480,18 +489,17 @@ class Engine:
     ) -> list[Any]:
         """The step with its results in new tensors; a leaf without a gradient keeps its own, and copies of its state."""
         out = [y if x is None else torch.empty_like(y) for x, y in zip(g, found.theta if flags & MOVES else g)]
-        trace, memory, square = (_like(xs, g) if xs else xs for xs in found[1:4])
-        counts, counters, keys, conditions = list[Tensor](), ((), ()), list[Tensor](), list[Tensor]()
-        if self.counted:
-            live = [*g] * len(self.counted)
-            counts = _like(found.counts, live)
-            counters = _where(found.counts, live), _where(counts, live)
+        live = [x is not None for x in g] if NoneType in map(type, g) else None
+        each = live and live * len(self.counted)
+        trace, memory, square = (_like(xs, live) for xs in found[1:4])
+        counts, keys, conditions = _like(found.counts, each), list[Tensor](), list[Tensor]()
         if self.noise is not None:
             keys = [*found.keys, torch.empty_like(found.keys[1])]
-            conditions = [*map(torch.clone if numbers.given is None else torch.empty_like, found.conditions)]
+            conditions = [*map(torch.empty_like if self.changes else torch.clone, found.conditions)]
+        counters = _where(found.counts, each), _where(counts, each)
         lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
         job, _table = self._job(lists, keys, (*found.conditions, *conditions))
-        self._run(job, numbers, flags)
+        self._run(job, numbers, flags, entries)
         if trace:
             entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
         if square:
@@ -522,20 +530,23 @@ class Engine:
         where = len(self.sizes), address(self.sizes), address(table)
         return tensors_of(*where, *map(len, lists), *keyed, *noted, self.chains), table
 
-    def _run(self, job: bytes, numbers: Numbers, flags: int) -> None:
+    def _run(self, job: bytes, numbers: Numbers, flags: int, entries: Sequence[Any]) -> None:
         """Do a job with the numbers of this step."""
-        rule = None if numbers.given is None else self.rule
-        moves = *map(address, (numbers.moves, rule, numbers.given, numbers.live)), numbers.stride
+        rule = self.rule if self.changes else None
+        moves = *map(address, (numbers.moves, rule, numbers.rates, numbers.live)), numbers.stride
         learned = address(numbers.learned), numbers.learned_stride, numbers.root
         threads = torch.get_num_threads() if self.is_large else 1
         kernel: Any = sweep_kernel()
-        kernel.sweep[self.dtype](job + numbers_of(*moves, *learned, flags, threads))
+        if kernel.sweep[self.dtype](job + numbers_of(*moves, *learned, *numbers[4:7], flags, threads)):
+            self.block = None  # the counters are not in it, or differ; nothing is done yet
+            now: Any = self._moves(entries, None)
+            now = now._replace(learned=numbers.learned, learned_stride=numbers.learned_stride, root=numbers.root)
+            self._run(job, now, flags, entries)
 
     def _moves_on_device(self, g: Sequence[Any], found: _Tensors, numbers: Numbers) -> bool:
         """Move parameters and state in place by the Triton kernel, if it knows this step and these tensors."""
-        if not _has_device_kernel(found.theta[0]) or not found.keys or numbers is not self.constant:
-            return False
-        if found.centre or self.flags & (NESTEROV | FLIPS | DIVIDES):
+        is_known = found.keys and not found.centre and not self.flags & (NESTEROV | FLIPS | DIVIDES)
+        if not is_known or numbers is not self.constant or not _has_device_kernel(found.theta[0]):
             return False
         (key, step), move = found.keys, self.move
         kept = found.trace or [m[0] for m in found.memory]
@@ -601,16 +612,16 @@ def _dense(g: Sequence[Any]) -> list[Any]:
     return [x.contiguous() if isinstance(x, Tensor) and x.layout is torch.strided else x for x in g]
 
 
-def _like(xs: Sequence[Any], g: Sequence[Any]) -> list[Any]:
-    """A new tensor for each of these, a copy for a leaf without a gradient."""
-    if xs and NoneType in map(type, g):
-        return [x.clone() if y is None else torch.empty_like(x) for x, y in zip(xs, g)]
-    return [*map(torch.empty_like, xs)]
+def _like(xs: Sequence[Any], live: Sequence[bool] | None) -> list[Any]:
+    """A new tensor for each of these, a copy for a leaf without a gradient; ``live`` is ``None`` where all have one."""
+    if live is None:
+        return [*map(torch.empty_like, xs)]
+    return [torch.empty_like(x) if y else x.clone() for x, y in zip(xs, live)]
 
 
-def _where(xs: Sequence[Tensor], g: Sequence[Any]) -> Sequence[Tensor | None]:
+def _where(xs: Sequence[Tensor], live: Sequence[bool] | None) -> Sequence[Tensor | None]:
     """These tensors, ``None`` for leaves without a gradient."""
-    return [None if y is None else x for x, y in zip(xs, g)] if xs and NoneType in map(type, g) else xs
+    return xs if live is None else [x if y else None for x, y in zip(xs, live)]
 
 
 def _has_device_kernel(x: Any) -> bool:
@@ -630,9 +641,9 @@ def _packed(rows: Sequence[Move] | Sequence[Learned]) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _values(schedule: Any, block: int) -> list[float]:
+def _values(schedule: Any, block: int) -> array[float]:
     """The values of an elementwise schedule at ``_BLOCK`` counts, with the bits of one count at a time."""
-    return schedule(torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device="cpu")).tolist()
+    return array("d", schedule(torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device="cpu")).tolist())
 
 
 def moved(

@@ -44,13 +44,15 @@ struct Job {
   int64_t chains;
   // of this step
   const Move* numbers;
-  const Rule* rule;     // by which numbers are worked out of what is given; null where they are at hand
-  const double* given;  // the temperature, and the rate of all leaves or of each
+  const Rule* rule;     // by which numbers are worked out of rate and temperature; null where they need only the rate
+  const double* rates;  // of all leaves or of each, or a table; null where numbers are whole
   const uint8_t* live;  // whether a leaf has a gradient; null if all have one
   int64_t stride;
   const Learned* learned;
   int64_t learned_stride;
   void* root;  // a function that takes roots; null for that of C++
+  double temperature;
+  int64_t first, length;  // counts of the table; a length of 0 without one
   int64_t flags, threads;
 };
 
@@ -106,16 +108,31 @@ Move move_of(const Rule& rule, double rate_now, double now_temperature, const Co
   return {factor, rule.momentum, rule.decay, k.current, previous, rule.head, 0.0, scale, has_velocity || moves ? 1.0 : 2.0};
 }
 
+// the rates of this step: in a table that of the count of all leaves, null if they differ or it has none
+const double* rates_of(const Job& job, const int64_t* const* counts) {
+  if (!job.length) return job.rates;
+  const int64_t n = *counts[0] - job.first;
+  for (int64_t i = 1; i < job.leaves; ++i)
+    if (*counts[i] != *counts[0]) return nullptr;
+  return n >= 0 && n < job.length ? job.rates + n : nullptr;
+}
+
 // the numbers of all leaves; a leaf without a gradient remembers what it did
-void numbers_of(const Job& job, std::vector<Move>& moves, std::vector<Conditions>& after) {
+void numbers_of(const Job& job, const double* rates, std::vector<Move>& moves, std::vector<Conditions>& after) {
   const Conditions* last = job.conditions;
   for (int64_t i = 0; i < job.leaves; ++i) {
+    const double rate = rates[i * job.stride];
+    if (!job.rule) {
+      moves[i] = *job.numbers;
+      moves[i].factor *= rate;
+      continue;
+    }
     after[i] = last[i];
     if (job.live && !job.live[i]) continue;
     // as most leaves are: like the one before
     const bool repeats = i && !job.live && !job.stride && !std::memcmp(last + i, last + i - 1, sizeof *last);
     if (repeats) after[i] = after[i - 1];
-    moves[i] = repeats ? moves[i - 1] : move_of(*job.rule, job.given[1 + i * job.stride], job.given[0], last[i], after[i]);
+    moves[i] = repeats ? moves[i - 1] : move_of(*job.rule, rate, job.temperature, last[i], after[i]);
   }
 }
 
@@ -223,8 +240,9 @@ inline To* from(To* const* places, int64_t i, int64_t a) {
   return places ? places[i] + a : nullptr;
 }
 
+// whether there is no rate for this step in the table; then nothing is done
 template <class Real>
-void sweep(const Job& job) {
+bool sweep(const Job& job) {
 #define BY_DECAY(S, V, N) {run<S, V, N, false, Real>, run<S, V, N, true, Real>}
 #define BY_NOISE(S, V) {BY_DECAY(S, V, 0), BY_DECAY(S, V, 1), BY_DECAY(S, V, 2)}
   static const Kernel<Real> table[7][3][2] = {BY_NOISE(0, 0), BY_NOISE(0, 1), BY_NOISE(0, 2), BY_NOISE(1, 1),
@@ -238,17 +256,18 @@ void sweep(const Job& job) {
   const int form = job.flags & MOMENT ? 3 : first + velocity;
   const Kernel<Real> kernel = table[form][draws ? (lists[M] ? 2 : 1) : 0][decays];
   const Learned nothing = {0, 0, 0, 0, 1, 1, 1, 0};
-  std::vector<Move> moves(job.rule ? job.leaves : 0);
-  std::vector<Conditions> after(moves.size());
-  if (job.rule) numbers_of(job, moves, after);
-  const Move* numbers = job.rule ? moves.data() : job.numbers;
-  const int64_t stride = job.rule ? 1 : job.stride;
+  std::vector<Move> moves(job.rates ? job.leaves : 0);
+  std::vector<Conditions> after(job.rule ? job.leaves : 0);
+  const auto counts = reinterpret_cast<const int64_t* const*>(lists[COUNTS]);  // null for a leaf without a gradient
+  const double* rates = rates_of(job, counts);
+  if (job.rates && !rates) return true;
+  if (job.rates) numbers_of(job, rates, moves, after);
+  const Move* numbers = job.rates ? moves.data() : job.numbers;
   const auto p = reinterpret_cast<const Real* const*>(lists[P]), g = reinterpret_cast<const Real* const*>(lists[G]),
              s = reinterpret_cast<const Real* const*>(lists[S]), m = reinterpret_cast<const Real* const*>(lists[M]),
              q = reinterpret_cast<const Real* const*>(lists[Q]), c = reinterpret_cast<const Real* const*>(lists[C]);
   const auto u = reinterpret_cast<Real* const*>(lists[U]), t = reinterpret_cast<Real* const*>(lists[T]),
              w = reinterpret_cast<Real* const*>(lists[W]), r = reinterpret_cast<Real* const*>(lists[R]);
-  const auto counts = reinterpret_cast<const int64_t* const*>(lists[COUNTS]);  // null for a leaf without a gradient
   const auto next_counts = reinterpret_cast<int64_t* const*>(lists[NEXT_COUNTS]);
   constexpr int64_t BLOCK = 1 << 14;
   const bool learning = job.flags & (DIVIDES | MOMENT);
@@ -267,7 +286,7 @@ void sweep(const Job& job) {
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
       Real xi[4 * RUN], d[4 * RUN], shape[4 * RUN];
-      const Move& move = numbers[i * stride];
+      const Move& move = numbers[job.rates ? i : 0];
       const Learned& learned = job.learned ? job.learned[i * job.learned_stride] : nothing;
       for (int64_t a = b * BLOCK; a < end; a += row_size) {
         const int64_t n = end - a < row_size ? end - a : row_size, at = chain * size + a;
@@ -286,12 +305,13 @@ void sweep(const Job& job) {
     for (int64_t i = 0; i < job.lengths[COUNTS]; ++i)
       if (counts[i]) next_counts[i][chain] = counts[i][chain] + 1;
   }
+  return false;
 }
 
 }  // namespace
 
-extern "C" void sweep_float(const Job* job) { sweep<float>(*job); }
-extern "C" void sweep_double(const Job* job) { sweep<double>(*job); }
+extern "C" int sweep_float(const Job* job) { return sweep<float>(*job); }
+extern "C" int sweep_double(const Job* job) { return sweep<double>(*job); }
 extern "C" void roots_float(int64_t n, const float* x, float* y, void* mkl) { roots(n, x, y, reinterpret_cast<Root<float>>(mkl)); }
 extern "C" void roots_double(int64_t n, const double* x, double* y, void* mkl) {
   roots(n, x, y, reinterpret_cast<Root<double>>(mkl));

@@ -45,20 +45,21 @@ PARALLEL = {True: 2**15, False: 2**17}
 # ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, a table of addresses, the lengths of its
 # lists p, g, s, m, q, c, u, t, w, r, counts, next_counts, key, draws, step, next_step, conditions, next_conditions, chains
 tensors_of = Struct("22q").pack
-# and of this step: numbers, rule, given, live, stride, learned, learned_stride, root, flags, threads
-numbers_of = Struct("10q").pack
+# and of a step: numbers, rule, rates, live, stride, learned, learned_stride, root, temperature, first, length, flags, threads
+numbers_of = Struct("8qd4q").pack
 
 
 class Sweep(NamedTuple):
     """The functions of the library.
 
     Attributes:
-        sweep: for each dtype, a function of what :data:`tensors_of` and :data:`numbers_of` packed; it checks nothing.
+        sweep: for each dtype, a function of what :data:`tensors_of` and :data:`numbers_of` packed, which checks nothing. It
+            returns 1, with nothing done, where the counters of the leaves differ or have no rate in the table; 0 elsewhere.
         rounds_alike: whether its ``a + k b`` has the bits of torch's.
         roots: for each dtype the address of the function that takes roots, 0 for that of C++; ``None`` if it is not as torch's.
     """
 
-    sweep: dict[torch.dtype, Callable[..., None]]
+    sweep: dict[torch.dtype, Callable[[bytes], int]]
     rounds_alike: bool
     roots: dict[torch.dtype, int | None]
 
@@ -84,7 +85,7 @@ def sweep_kernel() -> Sweep | None:
         return None
     sweeps: dict[torch.dtype, Any] = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
     for kernel in sweeps.values():
-        kernel.restype, kernel.argtypes = None, [ctypes.c_void_p]
+        kernel.restype, kernel.argtypes = ctypes.c_int, [ctypes.c_void_p]
     roots = {torch.float32: library.roots_float, torch.float64: library.roots_double}
     found = {dtype: _root_of(dtype, function) for dtype, function in roots.items()}
     return Sweep(sweeps, bool(library.fuses()) == _torch_fuses(), found)

@@ -142,6 +142,29 @@ def test_the_numbers_of_a_schedule_are_those_of_the_law_in_every_bit(
         last = torch.tensor([[*after]], dtype=torch.float64)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["momentum", "sghmc", "adam"])
+def test_a_step_finds_the_rate_of_its_counters_whatever_state_the_last_one_had(name, inplace):
+    tx, grads = CHAINS[name](bc.schedules.cosine(0.05, 3000), 0.3), [torch.ones(3), torch.ones(2)]
+
+    def interleaved():
+        torch.manual_seed(0)
+        params = [[torch.zeros(3), torch.zeros(2)] for _ in range(5)]
+        states = [*map(tx.init, params)]
+        for state, counts in zip(states, [(0, 0), (1022, 1022), (5, 1023), (1023, 5), (2**40, 2**40)]):
+            for count, n in zip(state[-1].count, counts):
+                count.fill_(n)
+        for _ in range(4):
+            for k, state in enumerate(states):
+                u, states[k] = tx.update(copy.deepcopy(grads), state, params=params[k], inplace=inplace)
+                params[k] = torchopt.apply_updates(params[k], u, inplace=inplace)
+        return optree.tree_leaves((params, states))
+
+    with link_by_link():
+        want = interleaved()
+    assert all(map(torch.equal, interleaved(), want))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_large_leaves_and_threads_change_no_bit(threads, momentum, any_threads):
@@ -204,7 +227,7 @@ class Watch(TorchDispatchMode):
 
 def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
     calls, kernel = [], sweep_kernel()
-    counting = kernel._replace(sweep={k: lambda job, f=f: (calls.append(1), f(job)) for k, f in kernel.sweep.items()})
+    counting = kernel._replace(sweep={k: lambda job, f=f: calls.append(1) or f(job) for k, f in kernel.sweep.items()})
     monkeypatch.setattr(engine_module, "sweep_kernel", lambda: counting)
     tx, params, g = bc.sghmc(0.1, temperature=0.3), [torch.zeros(4, 3), torch.zeros(2)], torch.arange(12.0).view(3, 4).T
 
@@ -232,7 +255,7 @@ def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
 )
 def test_a_kernel_that_rounds_unlike_torch_leaves_adam_to_its_links(lacks, monkeypatch):
     calls, kernel = [], sweep_kernel()
-    counting = {k: lambda job, f=f: (calls.append(1), f(job)) for k, f in kernel.sweep.items()}
+    counting = {k: lambda job, f=f: calls.append(1) or f(job) for k, f in kernel.sweep.items()}
     monkeypatch.setattr(engine_module, "sweep_kernel", lambda: kernel._replace(sweep=counting, **lacks))
     tx, theirs, g = bc.adam(0.1), torchopt.adam(0.1), [torch.linspace(-3.0, 3.0, 1001)]
     state, their_state = tx.init(g), theirs.init(g)
