@@ -127,15 +127,20 @@ def specs_of(leaves: Iterable[Any]) -> list[Any]:
     return [x._spec if type(x) is kind or isinstance(x, kind) else None for x in leaves]
 
 
-def _parts(module: Any, name: str) -> list[Any]:
-    """The modules inside one, and itself, that are of a class of ``torch.distributed.fsdp``, which is not imported for it."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
-    return [part for part in module.modules() if isinstance(part, kind)]
+REPLICATED, FLATTENED, SHARDED = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
-def is_fully_sharded(module: Any) -> bool:
-    """Whether ``fully_shard`` was called on a module or on one inside it."""
-    return bool(_parts(module, "FSDPModule"))
+def spread_parts(module: Any, how: str) -> list[Any]:
+    """The modules inside one, and itself, that torch spreads over ranks; of what is no module none.
+
+    Args:
+        module: any module.
+        how: the name of torch's class: ``REPLICATED``, ``FLATTENED`` (FSDP1), or ``SHARDED``, as ``fully_shard`` makes them;
+            where torch has not imported it, it was not used.
+    """
+    rooms = map(sys.modules.get, ("torch.nn.parallel", "torch.distributed.fsdp"))
+    kinds = tuple(getattr(room, how) for room in rooms if hasattr(room, how))
+    return [part for part in module.modules() if isinstance(part, kinds)] if isinstance(module, torch.nn.Module) else []
 
 
 def reshard(module: Any) -> None:
@@ -143,19 +148,8 @@ def reshard(module: Any) -> None:
 
     The outermost of them keeps whole ones behind a forward pass that no backward pass follows.
     """
-    for part in _parts(module, "FSDPModule"):
+    for part in spread_parts(module, SHARDED):
         part.reshard()
-
-
-def is_replicated(module: Any) -> bool:
-    """Whether a module, or a module in it, is wrapped in DistributedDataParallel; what is no module is not."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    return isinstance(module, torch.nn.Module) and any([isinstance(part, kind) for part in module.modules()])
-
-
-def is_flattened(module: Any) -> bool:
-    """Whether a module, or one inside it, is a ``FullyShardedDataParallel`` (FSDP1)."""
-    return bool(_parts(module, "FullyShardedDataParallel"))
 
 
 def whole(x: Any) -> Any:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain._torch import is_fully_sharded
+from bayesopt_chain._torch import SHARDED, spread_parts
 
 Tensors = dict[str, Tensor]
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -298,7 +298,7 @@ def make_functional(
             f"make_functional: a {type(module).__name__} cannot be called with other parameters than its own: pass the module "
             "that it was made from (of DataParallel model.module)"
         )
-    if is_fully_sharded(module):
+    if spread_parts(module, SHARDED):
         raise ValueError(
             "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not "
             "with those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "

@@ -300,13 +300,13 @@ def _is_new(loss: Callable[..., Any]) -> bool:
 
 def _refuse_wrapped(module: torch.nn.Module, args: Any) -> None:
     """A hook in front of every call of a module: refuse one under DistributedDataParallel or ``fully_shard``."""
-    if _torch.is_replicated(module):
+    if _torch.spread_parts(module, _torch.REPLICATED):
         raise ValueError(
             "loss: the module is wrapped in DistributedDataParallel, whose hooks see loss.backward() and not the gradients "
             "that a step asks for, so that every rank would follow its own data. Call the module inside (model.module), and "
             "average over the ranks with bc.make_step(loss, tx, mesh=mesh)"
         )
-    if _torch.is_fully_sharded(module):
+    if _torch.spread_parts(module, _torch.SHARDED):
         raise ValueError(f"loss: {FULLY_SHARDED}")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_flattened, is_replicated
+from bayesopt_chain._torch import FLATTENED, REPLICATED, spread_parts
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.modules import inner_of
@@ -45,13 +45,13 @@ class ModelStep:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, scheduler: Any) -> None:
         self.model, self.optimizer, self.loss, self.scheduler = model, optimizer, loss, scheduler
         self.identity = _identity(optimizer, scheduler)
-        if is_flattened(model):
+        if spread_parts(model, FLATTENED):
             raise ValueError(
                 "as_step: the model is under FullyShardedDataParallel (FSDP1), whose parameters change their shapes in every "
                 "pass, so that no loop can hold them; shard it with fully_shard (FSDP2), or train it in a loop of your own "
                 "with bc.distributed.part (docs: many ranks)"
             )
-        replicated = is_replicated(model)
+        replicated = bool(spread_parts(model, REPLICATED))
         self._rank = world().rank if replicated else 0  # added to the seed: replicas draw different dropout masks
         self._module = inner_of(model)
         self._named = dict(self._module.named_parameters())

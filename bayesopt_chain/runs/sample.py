@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, is_replicated, local, whole
+from bayesopt_chain._torch import REPLICATED, is_dtensor, local, spread_parts, whole
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, world
 from bayesopt_chain.distributed.shards import mean_everywhere
@@ -433,7 +433,7 @@ class Divergence:
 
     def __init__(self, run: Run, losses: Tensor | None = None, state: Any = None) -> None:
         self.run = run
-        self.replicated = world().size > 1 and is_replicated(getattr(run.step, "model", None))
+        self.replicated = world().size > 1 and bool(spread_parts(getattr(run.step, "model", None), REPLICATED))
         self.losses: list[Tensor] = []
         self.bounds: tuple[Tensor, Tensor] | None = None  # of some of them: their median m, and m + 100 d
         self.stride, self.seen = 1, 0

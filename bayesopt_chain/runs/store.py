@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor, is_replicated, local
+from bayesopt_chain._torch import REPLICATED, is_dtensor, local, spread_parts
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
     World,
@@ -154,7 +154,7 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
     chains, numbers, total = (getattr(uncaptured(step), name, None) for name in ("mesh", "numbers", "total"))
     data = getattr(getattr(of_one_chain(step), "ranks", None), "mesh", None)
     everyone, sharded = world(), are_spread(tree)
-    if data is None and everyone.size > 1 and is_replicated(model := getattr(step, "model", None)):
+    if data is None and everyone.size > 1 and spread_parts(model := getattr(step, "model", None), REPLICATED):
         from torch.distributed.device_mesh import init_device_mesh
 
         data = init_device_mesh(next(cast(Any, model).parameters()).device.type, (everyone.size,))
