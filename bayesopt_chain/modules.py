@@ -355,16 +355,13 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
         place.copy_(value)
 
 
-class Batches(NamedTuple):
-    """A loader whose first batch has been read: that one, all of them, and how many, ``None`` where that is not known."""
-
-    first: Any
-    every: Iterable
-    total: int | None
-
-
-def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any] | None = None) -> Batches:
+def peeked(
+    loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any] | None = None
+) -> tuple[Any, Iterable, int | None]:
     """Read the first batch; ``read`` makes a pair of each, by default :func:`as_pair`.
+
+    Returns:
+        The first batch, all of them, and how many, ``None`` where that is not known.
 
     Raises:
         ValueError: there is none, or it is no pair (inputs, targets) and no mapping with labels.
@@ -379,7 +376,7 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
             f"{who}: batches must be (inputs, targets), or mappings with one of the keys {', '.join(LABELS)}, got "
             f"{type(first[0]).__name__}; make pairs of any other, such as ((b['x'], b['y']) for b in loader)"
         )
-    return Batches(first, chain([first], rest), length_hint(loader) or None)
+    return first, chain([first], rest), length_hint(loader) or None
 
 
 def as_batches(data: Any) -> Iterable:
@@ -480,9 +477,8 @@ def _moves_labels(module: Any, batch: Mapping[str, Any]) -> bool:
 
 def logits_of(output: Any) -> Any:
     """The tensor that a module returns, by itself or as the ``logits`` of a mapping or a dataclass (transformers' outputs)."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)
+    in_mapping = isinstance(output, Mapping) and "logits" in output
+    return output["logits"] if in_mapping else getattr(output, "logits", output)
 
 
 def with_progress(all_batches: Iterable, progress: bool, total: int | None = None, unit: str = "batch") -> Iterable:

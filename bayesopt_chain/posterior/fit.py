@@ -406,8 +406,8 @@ class FittedLaplace:
         Returns:
             A new fit; this one stays as it is.
         """
-        batches = peeked(each_once(loader), read=self.model.how.read)
-        new = self.model.run_over(batches.every, progress, batches.total)
+        _, every, total = peeked(each_once(loader), read=self.model.how.read)
+        new = self.model.run_over(every, progress, total)
         seen = both(self.seen, new)
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
 
@@ -639,14 +639,14 @@ def fit_laplace(
         )
     _require_options("fit_laplace", options, "subset=")
     read = Reader(module_or_forward)
-    batches = peeked(each_once(loader), read=read)
+    first, every, total = peeked(each_once(loader), read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     with checks.blaming("fit_laplace", "loader"):
-        model = make_model(module_or_forward, params, batches.first, how)
+        model = make_model(module_or_forward, params, first, how)
     require_finite(model.params, "fit_laplace: a parameter")
-    model = with_estimator(model, batches.first, (batches.total or 1) * batch_size(batches.first))
+    model = with_estimator(model, first, (total or 1) * batch_size(first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
-    seen = model.run_over(batches.every, progress, batches.total, None if keep is None else keep.take)
+    seen = model.run_over(every, progress, total, None if keep is None else keep.take)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
@@ -676,7 +676,7 @@ def fit_laplace(
     else:
         best = tuned(model, seen, scale=scale, start=float(prior_precision), prior_structure=of_prior)
     fitted = at(model, seen, *best, share)
-    _warn_where_worse(fitted, batches.first)
+    _warn_where_worse(fitted, first)
     return fitted
 
 
@@ -880,7 +880,7 @@ def train_by_evidence(
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     how = How(likelihood, "all", structure, options, prior_mean=prior_mean, read=Reader(module))
     with in_mode(module, training=False):
-        model = make_model(module, None, peeked(loader, "train_by_evidence", how.read).first, how)
+        model = make_model(module, None, peeked(loader, "train_by_evidence", how.read)[0], how)
     means: Any = model.prior_means()
     forward: Any = model.forward
     count = sum(batch_size(batch) for batch in map(how.read, each_once(loader)))
