@@ -48,11 +48,6 @@ __all__ = ["DrawsModel", "LinearizedModel"]
 Forward = Callable[[Tree, Any], Tensor]
 
 
-_FITTED = checks.instance(FittedLaplace, "what bc.fit_laplace returned (of an ensemble call DrawsModel.of)")
-_ENSEMBLE = checks.instance(Ensemble, "what bc.posterior_ensemble returned (of bc.fit_laplace call LinearizedModel.of)")
-_DRAWS = checks.TREE._replace(words="a tree of tensors [S, *leaf.shape] (of bc.Draws draws.params)")
-
-
 def as_they_are(x: Tensor) -> tuple[Tensor, None]:
     """Inputs as a batch."""
     return x, None
@@ -103,7 +98,9 @@ class LinearizedModel(Model):
         self._outputs = num_outputs
 
     @classmethod
-    @checks.takes(fitted=_FITTED)
+    @checks.takes(
+        fitted=checks.instance(FittedLaplace, "what bc.fit_laplace returned (of an ensemble call DrawsModel.of)")
+    )
     def of(cls, fitted: FittedLaplace, *, num_outputs: int = 1) -> LinearizedModel:
         """The model of a fit, with the noise that it has.
 
@@ -320,6 +317,7 @@ class DrawsModel(EnsembleModel):
         (tensor([2., 2.]), tensor([2., 2.]))
     """
 
+    @checks.takes(draws=checks.TREE._replace(words="a tree of tensors [S, *leaf.shape] (of bc.Draws draws.params)"))
     def __init__(
         self,
         forward: Forward,
@@ -329,7 +327,6 @@ class DrawsModel(EnsembleModel):
         weights: Tensor | None = None,
     ) -> None:
         super().__init__(weights)
-        _DRAWS("DrawsModel: draws", draws)
         leaves = optree.tree_leaves(draws)
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -344,7 +341,11 @@ class DrawsModel(EnsembleModel):
         self._num_outputs = num_outputs
 
     @classmethod
-    @checks.takes(ensemble=_ENSEMBLE)
+    @checks.takes(
+        ensemble=checks.instance(
+            Ensemble, "what bc.posterior_ensemble returned (of bc.fit_laplace call LinearizedModel.of)"
+        )
+    )
     def of(cls, ensemble: Ensemble, *, num_outputs: int = 1) -> DrawsModel:
         """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
 

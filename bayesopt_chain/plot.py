@@ -43,7 +43,11 @@ def plain(x: Tensor) -> Any:
 
 
 @checks.takes(
-    x=checks.ANY,
+    x=checks.Kind(
+        lambda x: checks.VALUES.fits(x) and x.shape in (x.shape[:1], (*x.shape[:1], 1)),
+        "inputs of one variable, a tensor [N] or [N, 1]",
+        (Tensor,),
+    ),
     prediction=checks.Kind(
         lambda x: hasattr(x, "interval") and not isinstance(x, type), "a prediction with mean and interval"
     ),
@@ -91,7 +95,7 @@ def bands(
         >>> [band.get_label() for band in ax.collections]
         ['50 %', '90 %']
     """
-    places = _of_one_variable(x)
+    places = x.reshape(-1)
     mean = _of_output(prediction.mean, output)
     if len(mean) != len(places):
         raise ValueError(f"plot.bands: {len(places)} inputs x and {len(mean)} predictions")
@@ -114,25 +118,25 @@ def bands(
     return ax
 
 
-def _of_one_variable(x: Tensor) -> Tensor:
-    if not checks.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
-        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"plot.bands: x must hold inputs of one variable, [N] or [N, 1], got {came}")
-    return x.reshape(-1)
-
-
 def _of_output(y: Tensor, output: int) -> Tensor:
-    if y.ndim == 2 and -y.shape[1] <= output < y.shape[1]:
-        return y[:, output]
-    if y.ndim == 1 and output in (0, -1):
-        return y
-    raise ValueError(
-        f"plot.bands: prediction has shape {tuple(y.shape)}, which has no output {output}; [N] or [N, outputs]"
-    )
+    columns = y[:, None] if y.ndim == 1 else y
+    if columns.ndim != 2 or not -columns.shape[1] <= output < columns.shape[1]:
+        raise ValueError(
+            f"plot.bands: prediction has shape {tuple(y.shape)}, which has no output {output}; [N] or [N, outputs]"
+        )
+    return columns[:, output]
 
 
 @checks.takes(
-    probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE, label=checks.TEXT, ax=_AX
+    probabilities=checks.Kind(
+        lambda p: checks.REALS.fits(p) and bool((p >= 0).all()) and bool(((p.sum(-1) - 1).abs() < 1e-3).all()),
+        "a tensor whose rows are at least 0 and add up to 1 (pass softmax values)",
+        (Tensor,),
+    ),
+    targets=checks.NUMBERS_OF_CLASSES,
+    bins=checks.WHOLE,
+    label=checks.TEXT,
+    ax=_AX,
 )
 def reliability(
     probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
@@ -165,10 +169,6 @@ def reliability(
         raise ValueError(
             f"plot.reliability: expected probabilities [N, C] and targets [N], got {tuple(probabilities.shape)} and "
             f"{tuple(targets.shape)}"
-        )
-    if not (probabilities >= 0).all() or not (probabilities.sum(-1) - 1).abs().max() < 1e-3:
-        raise ValueError(
-            "plot.reliability: rows of probabilities must be at least 0 and add up to 1; pass softmax values"
         )
     if not bool(((targets >= 0) & (targets < probabilities.shape[1])).all()):
         raise ValueError(

@@ -195,7 +195,7 @@ test_what_cannot_be_drawn_is_refused_by_name = refused(
         (
             lambda: bc.plot.bands(torch.zeros(3, 2), gaussian(torch.zeros(3))),
             ValueError,
-            "x must hold inputs of one variable",
+            "x must be inputs of one variable",
         ),
         (lambda: bc.plot.bands(torch.zeros(4), gaussian(torch.zeros(3))), ValueError, "4 inputs x and 3 predictions"),
         (

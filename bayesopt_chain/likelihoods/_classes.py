@@ -229,9 +229,6 @@ def bernoulli() -> Likelihood:
     return Bernoulli()
 
 
-AXIS = checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
-
-
 @checks.takes(
     weight=checks.Kind(
         lambda x: checks.VECTOR.fits(x) and bool((torch.as_tensor(x, device="cpu") >= 0).all()),
@@ -239,7 +236,7 @@ AXIS = checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted fr
         (list, tuple, Tensor),
     ).or_none(),
     ignore_index=checks.INDEX,
-    axis=AXIS,
+    axis=checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,)),
 )
 def categorical(
     *,

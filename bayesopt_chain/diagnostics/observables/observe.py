@@ -102,9 +102,8 @@ class Watch:
 
     def seen(self, params: Any, grads: Any, batch: Any) -> dict[str, Tensor]:
         """What a step that starts from a draw sees."""
-        if not self.is_due:
-            return {}
-        return self.measured(params, grads, batch, (self.step - self.burn_in) // self.thinning)
+        draw = (self.step - self.burn_in) // self.thinning
+        return self.measured(params, grads, batch, draw) if self.is_due else {}
 
     def __call__(self, it: Iteration) -> None:
         """Add what the step has seen; look at the curvature after 1, 4, 16, ... steps of measuring."""
@@ -362,18 +361,6 @@ class Observed:
         )
 
 
-_OF = checks.Kind(
-    lambda x: (
-        x is None or (isinstance(x, Mapping) and all(isinstance(name, str) and callable(f) for name, f in x.items()))
-    ),
-    "a dictionary of functions of the parameters, by names",
-)
-_PAIRS = checks.Kind(
-    lambda x: checks.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
-    "a list of pairs of names",
-)
-
-
 _FOUND = checks.Kind(
     lambda x: isinstance(x, Tensor) and not x.is_complex() and checks.is_finite(x),
     "a tensor of finite numbers",
@@ -383,8 +370,14 @@ _FOUND = checks.Kind(
 
 @checks.takes(
     batches=checks.BATCH_OR_BATCHES,
-    of=_OF,
-    covariances=_PAIRS,
+    of=checks.Kind(
+        lambda x: isinstance(x, Mapping) and all(isinstance(name, str) and callable(f) for name, f in x.items()),
+        "a dictionary of functions of the parameters, by names",
+    ).or_none(),
+    covariances=checks.Kind(
+        lambda x: checks.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
+        "a list of pairs of names",
+    ),
     strength=checks.number("[0, inf)").or_none(),
     lr=checks.POSITIVE.or_none(),
     momentum=checks.number("[0, 1)").or_none(),

@@ -74,18 +74,17 @@ class Restricted(NamedTuple):
     fill: Callable[[Any], Any]
 
 
-_WHERE = checks.Kind(
-    lambda x: (
-        isinstance(x, Mapping)
-        and len(x) > 0
-        and all(m is None or (isinstance(m, Tensor) and m.dtype == torch.bool) for m in x.values())
-    ),
-    "a dictionary of masks of dtype bool (or None for all of a parameter) by names of parameters",
-    (Mapping,),
+@checks.takes(
+    where=checks.Kind(
+        lambda x: (
+            isinstance(x, Mapping)
+            and len(x) > 0
+            and all(m is None or (isinstance(m, Tensor) and m.dtype == torch.bool) for m in x.values())
+        ),
+        "a dictionary of masks of dtype bool (or None for all of a parameter) by names of parameters",
+        (Mapping,),
+    )
 )
-
-
-@checks.takes(where=_WHERE)
 def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor | None]) -> Restricted:
     """Make the loss a function of some entries of the parameters; the others keep the values that they have here.
 
