@@ -9,8 +9,6 @@ is_plain(*xs)     nothing at all is being transformed or traced: memory addresse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -42,9 +40,7 @@ def is_readable(x: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether tensors hold numbers at addresses now: nothing is being transformed, traced or compiled."""
-    if is_transformed() or is_traced():
-        return False
-    return not any([x.is_meta or isinstance(x, FakeTensor) for x in tensors])
+    return not (is_transformed() or is_traced() or any([x.is_meta or isinstance(x, FakeTensor) for x in tensors]))
 
 
 def is_traced() -> bool:
@@ -67,8 +63,3 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_wrapped(x):
         x = _torch.unwrapped(x)
     return x
-
-
-def depends_on(out: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether, inside ``torch.func.grad``, a result depends on any of its inputs."""
-    return any(_torch.level(out) == _torch.level(x) for x in inputs) and out.requires_grad

@@ -309,14 +309,10 @@ def scaled(tree: Tree, factor: float | Tensor) -> Tree:
 
 def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
     """Return the inner products ``[*lead]`` of two trees like ``like``."""
-    leaves = zip(*map(optree.tree_leaves, (left, right, like)))
-    total: Any = sum(_summed(a * b, other.ndim) for a, b, other in leaves)
+    leaves: Any = zip(*map(optree.tree_leaves, (left, right, like)))
+    # over one axis more than a leaf has: of no axes torch would take the sum over all
+    total: Any = sum((a * b)[..., None].sum(tuple(range(-1 - other.ndim, 0))) for a, b, other in leaves)
     return total
-
-
-def _summed(x: Any, axes: int) -> Tensor:
-    """The sum over the last ``axes`` axes; of no axes torch would take the sum over all."""
-    return x.sum(tuple(range(-axes, 0))) if axes else x
 
 
 def spread(value: Any, like: Tree, name: str) -> list[Tensor]:

@@ -289,9 +289,7 @@ class Predictive:
     def epistemic(self) -> Tensor:
         """What more data could remove, shaped like :attr:`aleatoric`: of classes the mutual information of label and outputs in
         nats, otherwise the variance of the mean."""
-        if not self.likelihood.has_classes:
-            return self._spread
-        return (self.entropy - self.aleatoric).clamp_min(0)
+        return (self.entropy - self.aleatoric).clamp_min(0) if self.likelihood.has_classes else self._spread
 
     def log_prob(self, targets: Any) -> Tensor:
         """The log density of new targets.
