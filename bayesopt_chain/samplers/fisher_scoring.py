@@ -1,17 +1,18 @@
 r"""Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012): the minibatch's own noise counts as Langevin noise.
 
-With ``V`` the covariance of the gradients of single data, a batch of ``n`` gives the mean gradient noise ``V / n``. Injecting
-``(2 T / lr) I`` besides, the total ``M = V / n + (2 T / lr) I`` asks for the step ``D = 2 T M^-1``,
+With ``V`` the covariance of the gradients of single data, a batch of ``n`` gives the mean gradient noise ``V / n``. With
+``(2 T / lr) I`` injected besides, and ``V`` also in the place of the Hessian of the mean loss, which it is near a posterior
+mode of ``N = 1 / T`` data (the paper's ``gamma = (n + N) / n`` counts both),
 
-    theta <- theta - D (g + sqrt(2 T / lr) xi),      D = (I / lr + V / (2 T n))^-1,
+    theta <- theta - D (g + sqrt(2 T / lr) xi),      D = (I / lr + V / (2 T n) + V / 2)^-1.
 
-whose noise ``D M D = 2 T D`` is Langevin's. For small lr this is SGLD. For large lr no noise is injected and the step is set by
-the Fisher information alone: near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step
-then contracts by ``2 n / N``.
+The noise of a step has the covariance ``2 T D - T D V D``, so that on a quadratic loss of curvature ``k`` the stationary
+variance is ``T / k (2 - D V) / (2 - D k)``: exact for every lr and batch where ``V = k``. For small lr this is SGLD. For large
+lr no noise is injected and the step is set by the Fisher information alone; a step then contracts by ``2 n / (N + n)``.
 
 ``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
 parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters, so that ``D``
-is diagonal. On a quadratic loss, with that gradient noise, the bias is that of SGLD with step ``D``.
+is diagonal.
 
 At T = 0 the step vanishes wherever gradients are noisy, so that no optimizer is the limit: temperature 0 is refused.
 """
@@ -75,7 +76,8 @@ class FisherScoring(Keyed):
         corrected = 1.0 / (1.0 - self.decay ** (state.step + 1).to(torch.float64))  # the average starts at 0
         xi = self.normals(state, g, context)
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, context.leaves(given))]
-        steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
+        counted = corrected * (0.5 / (temperature * self.batch_size) + 0.5)  # for the noise, and for the curvature
+        steps = [1.0 / (1.0 / self.lr + v * counted) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
         count = op.next_count(state.step)
         return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))

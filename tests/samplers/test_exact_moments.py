@@ -166,7 +166,7 @@ def test_a_precision_of_the_library_preconditions_exactly(structure, dimension, 
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
+@pytest.mark.parametrize("variance", [0.0, 0.3, 1.3, 50.0])  # 1.3: the curvature itself, where it is exact
 def test_fisher_scoring_counts_the_gradients_own_noise(variance):
     lr, n, k = 0.4, 10, 1.3
 
@@ -174,9 +174,9 @@ def test_fisher_scoring_counts_the_gradients_own_noise(variance):
         return torch.full((1,), variance, dtype=torch.float64)
 
     noisy = with_gradient_noise(bc.samplers.sgfs(lr, temperature=T, batch_size=n, decay=0.0), variance / n)
-    step = 1 / (1 / lr + variance / (2 * T * n))
+    step = 1 / (1 / lr + variance / (2 * T * n) + variance / 2)
     got = stationary_covariance(fed(noisy, gradient_variance=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
-    assert got.item() == pytest.approx(T / k / (1 - step * k / 2), rel=1e-9)
+    assert got.item() == pytest.approx(T / k * (2 - variance * step) / (2 - step * k), rel=1e-9)
 
 
 def with_gradient_noise(tx, variance: float):
@@ -191,7 +191,7 @@ def with_gradient_noise(tx, variance: float):
 def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
     tx, p = bc.samplers.sgfs(0.4, temperature=T, batch_size=1, decay=0.9), torch.zeros(2).double()
     state = tx.init(p)
-    want = 1 / (1 / 0.4 + 2.0 / (2 * T))
+    want = 1 / (1 / 0.4 + 2.0 / (2 * T) + 2.0 / 2)
     for _ in range(3):
         plain, _ = tx.update(
             torch.ones(2).double(), state, params=p, gradient_variance=torch.full((2,), 2.0).double(), inplace=False
