@@ -52,6 +52,7 @@ STRETCH = 14.0  # integrals reach sinh(14) = 600,000 interquartile ranges out
 BISECTIONS = 64  # of all numbers in float64, to the last bit
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
+COARSE = 1e-6  # of a class or count: what is smaller may be the rounding of a probability of nearly 1
 PAIRED = 4097  # nodes of which a score adds up all pairs
 
 
@@ -479,6 +480,9 @@ class Predictive:
         if self.points:
             if unit is None:  # what the terms add up to that do not cancel
                 unit = torch.tensordot(weights[::16], values[::16].abs(), dims=1) / weights[::16].sum()
+                support = self.likelihood.support_at(self.outputs)
+                if support is None or support.is_discrete:
+                    unit = unit + COARSE
             require_enough(found, torch.tensordot(weights[::2], values[::2], dims=1) / weights[::2].sum(), unit)
         return found
 

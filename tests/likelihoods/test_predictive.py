@@ -1003,6 +1003,19 @@ test_it_is_refused_by_name = refused(
 
 
 @pytest.mark.parametrize(
+    ("likelihood", "sure"),
+    [
+        (likelihoods.bernoulli(), 40.0),
+        (likelihoods.ordinal([-1.0, 2.0, 30.0]), -41.4),
+        (likelihoods.custom(distribution=lambda f: D.Bernoulli(logits=f)), 41.0),
+    ],
+)
+def test_probabilities_of_nearly_1_are_no_rule_of_too_few_points(likelihood, sure):
+    predictive = likelihood.predictive(torch.full((1, 1), sure).double(), torch.full((1, 1, 1), 0.13).double())
+    assert max(float(x.abs().max()) for x in (predictive.aleatoric, predictive.epistemic)) < 1e-13
+
+
+@pytest.mark.parametrize(
     "likelihood", [likelihoods.gaussian(), likelihoods.student_t(), likelihoods.gaussian("learned")]
 )
 def test_yes_and_no_are_no_numbers_of_a_real_line(likelihood):
