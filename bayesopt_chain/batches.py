@@ -22,8 +22,12 @@ def flatten(batch: Any) -> tuple[list[Any], Any]:
     """The leaves of a batch, and its structure, whose ``unflatten`` makes a batch of the same classes."""
     while True:
         leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
-        if not _learnt(leaves):
+        unknown = {*map(type, leaves)} - _known
+        opened = [kind for kind in unknown if issubclass(kind, Mapping) or dataclasses.is_dataclass(kind)]
+        if not opened:
             return leaves, structure
+        for kind in opened:
+            _register(kind)
 
 
 def tree_map(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
@@ -81,15 +85,6 @@ def entry(key: str, batch: Any) -> Any:
     except (KeyError, AttributeError):
         held = f"it has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else "pass a function of the batch"
         raise ValueError(f"the batch, a {type(batch).__name__}, has no {key!r}; {held}") from None
-
-
-def _learnt(leaves: list[Any]) -> bool:
-    """Whether there were classes among the leaves that open and were not known; they are known from now on."""
-    unknown = {*map(type, leaves)} - _known
-    new = [kind for kind in unknown if issubclass(kind, Mapping) or dataclasses.is_dataclass(kind)]
-    for kind in new:
-        _register(kind)
-    return bool(new)
 
 
 def _register(kind: type) -> None:

@@ -109,10 +109,9 @@ class Forward:
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
         """The module's outputs for a batch."""
-        buffers = self.held
         if self.has_buffers and self.module.training:
-            buffers = {name: b.clone() for name, b in (buffers or dict(self.module.named_buffers())).items()}
-        return self._call({**params, **buffers}, batch)
+            return self.with_buffers(params, batch, self.held or dict(self.module.named_buffers()))[0]
+        return self._call({**params, **self.held}, batch)
 
     def with_buffers(
         self, params: Mapping[str, Tensor], batch: Any, buffers: Mapping[str, Tensor]
@@ -491,11 +490,6 @@ def with_progress(all_batches: Iterable, progress: bool, total: int | None = Non
     return tqdm(all_batches, unit=unit, total=total)
 
 
-def _changes_in_training(layer: nn.Module) -> bool:
-    drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
-    return drops or isinstance(layer, (BatchNorm, nn.modules.dropout._DropoutNd))
-
-
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
     """Raise for layers that mix data or draw, and for parameters without values."""
     checks.with_values(who, "the module", [*module.parameters()], [name for name, _ in module.named_parameters()])
@@ -511,7 +505,8 @@ def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
 def require_eval_mode(module: nn.Module, who: str) -> None:
     """Raise for layers in training mode that mix data or draw there."""
     for name, layer in module.named_modules():
-        if layer.training and _changes_in_training(layer):
+        drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+        if layer.training and (drops or isinstance(layer, (BatchNorm, nn.modules.dropout._DropoutNd))):
             raise ValueError(
                 f"{who}: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "
                 "others or on chance: call module.eval() first"

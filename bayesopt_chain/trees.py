@@ -355,10 +355,10 @@ def combine(coefficients: Tensor, rows: Tree) -> Tree:
 
 def project(rows: Tree, tree: Tree) -> Tensor:
     """Return the inner products ``[*lead, M]`` of a tree like ``first(rows)`` with each of the rows."""
-    total: Any = 0
-    for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows)):
-        lead = leaf.shape[: leaf.ndim - row.ndim + 1]
-        total = total + leaf.reshape(*lead, -1) @ row.reshape(row.shape[0], -1).mT
+    total: Any = sum(
+        leaf.reshape(*leaf.shape[: leaf.ndim - row.ndim + 1], -1) @ row.reshape(row.shape[0], -1).mT
+        for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows))
+    )
     return total
 
 
