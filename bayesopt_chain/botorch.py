@@ -48,11 +48,6 @@ __all__ = ["DrawsModel", "LinearizedModel"]
 Forward = Callable[[Tree, Any], Tensor]
 
 
-def as_they_are(x: Tensor) -> tuple[Tensor, None]:
-    """Inputs as a batch."""
-    return x, None
-
-
 class LinearizedModel(Model):
     """A Gaussian posterior over a model's parameters as a model of BoTorch, by linearising the outputs.
 
@@ -89,7 +84,7 @@ class LinearizedModel(Model):
         *,
         num_outputs: int = 1,
         noise: float | Tensor | None = None,
-        features: Callable[[Tensor], Any] = as_they_are,
+        features: Callable[[Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         self._forward_of, self._gaussian, self._features = forward, posterior.factorised(), features
@@ -274,7 +269,8 @@ class LinearizedModel(Model):
     def _rows(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean ``[*b, q, m]``, rows J and ``J Lambda^-1``, ``[*b, q m, P]``."""
         params = self._gaussian.mean
-        batch = self._features(X.reshape(-1, X.shape[-1]))
+        flat = X.reshape(-1, X.shape[-1])
+        batch = (flat, None) if self._features is None else self._features(flat)
         mean = self._forward_of(params, batch).to(X)
         found = 1 if mean.ndim == 1 else mean.shape[-1]
         if found != self._outputs:

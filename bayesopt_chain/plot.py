@@ -185,8 +185,7 @@ def reliability(
 
     ax = axes_or_new("reliability", ax)
     _diagonal(ax, "confidence", "share that is right")
-    named = f"{label} (ECE {error:.3f})" if label else f"ECE {error:.3f}"
-    (line,) = ax.plot(plain(sure), plain(correct), label=named)
+    (line,) = ax.plot(plain(sure), plain(correct), label=f"{label} (ECE {error:.3f})" if label else f"ECE {error:.3f}")
     ax.scatter(plain(sure), plain(correct), s=plain(200 * counts / counts.sum() + 4), color=line.get_color())
     ax.legend()
     return ax

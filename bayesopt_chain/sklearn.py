@@ -70,8 +70,7 @@ class _Posterior(BaseEstimator):
             )
 
         def network() -> nn.Module:
-            made = _network(width, self.hidden, outputs) if make is None else make(width, outputs)
-            return made.double()
+            return (_network(width, self.hidden, outputs) if make is None else make(width, outputs)).double()
 
         try:
             self.ensemble_ = posterior_ensemble(
@@ -264,8 +263,7 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         Raises:
             NotFittedError: before :meth:`fit`.
         """
-        p = self.predict_proba(X)
-        return self.classes_[p.argmax(1)]
+        return self.classes_[self.predict_proba(X).argmax(1)]
 
 
 def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Module:

@@ -71,8 +71,7 @@ class OneOfSeveral(Likelihood):
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = self.mean(outputs)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
-        return drawn.reshape(p.shape[:-1])
+        return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -185,10 +185,9 @@ class FromDistribution(Custom):
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draws; torch's distributions know no generators, so that one is borrowed for the seed of the global one."""
-        if generator is None:
-            return self.at(outputs).sample()
-        with torch.random.fork_rng(devices=[outputs.device] if outputs.is_cuda else []):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        with torch.random.fork_rng([outputs.device] if outputs.is_cuda else [], enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             return self.at(outputs).sample()
 
     @_unvalidated()  # of a transformed distribution the base's support is narrower, by rounding

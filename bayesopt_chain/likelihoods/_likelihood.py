@@ -676,8 +676,7 @@ class Likelihood(ABC):
                 f"the {self.name} likelihood got targets that are torch.bool: convert them (targets.float()), or pass "
                 "likelihoods.bernoulli()"
             )
-        positions = self.grouping(outputs.shape[1:]).positions
-        wanted = (outputs.shape[0], *positions)
+        wanted = (outputs.shape[0], *self.grouping(outputs.shape[1:]).positions)
         for what, value in (("targets", labels), ("weights", weights)):
             if isinstance(value, Tensor) and tuple(value.shape) != wanted:
                 raise ValueError(

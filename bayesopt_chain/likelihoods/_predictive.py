@@ -112,8 +112,7 @@ class Outputs(NamedTuple):
         noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
         if self.covariance.ndim == 2 and not self.is_joint:
             return self.mean + (self.covariance.sqrt() * noise).reshape(samples, *self.mean.shape)
-        root = root_by_eigenvectors(self.covariance)
-        return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
+        return self.mean + (root_by_eigenvectors(self.covariance) @ noise[..., None]).reshape(samples, *self.mean.shape)
 
 
 def at_nodes(question: Callable[..., Tensor]) -> Callable[..., Tensor]:

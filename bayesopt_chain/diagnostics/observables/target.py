@@ -117,14 +117,18 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
     leaves, spec = optree.tree_flatten(params)
     names = paths(params)
     fixed = [p.detach().clone() for p in leaves]
-    unknown = set(where)
+    fitting = {name: [key for key in where if name == key or name.startswith(key + ".")] for name in names}
+    if unknown := set(where).difference(*fitting.values()):
+        raise ValueError(
+            f"restrict: no parameter is called {sorted(unknown)[0]!r}, nor begins with it and a dot; there are "
+            + ", ".join(names[:20])
+            + (", ..." if len(names) > 20 else "")
+        )
     free, places = dict[str, Tensor](), list[tuple[int, str, Tensor | None]]()
     for i, (name, p) in enumerate(zip(names, fixed)):
-        keys = [key for key in where if name == key or name.startswith(key + ".")]
-        unknown -= set(keys)
-        if not keys:
+        if not fitting[name]:
             continue
-        mask = where[max(keys, key=len)]
+        mask = where[max(fitting[name], key=len)]
         if mask is not None and mask.shape != p.shape:
             raise ValueError(
                 f"restrict: the mask of {name} has the shape {list(mask.shape)}, and the parameter {list(p.shape)}; give one "
@@ -134,12 +138,6 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
         if index is None or len(index):
             free[name] = p.clone() if index is None else p.reshape(-1)[index]
             places.append((i, name, index))
-    if unknown:
-        raise ValueError(
-            f"restrict: no parameter is called {sorted(unknown)[0]!r}, nor begins with it and a dot; there are "
-            + ", ".join(names[:20])
-            + (", ..." if len(names) > 20 else "")
-        )
     if not free:
         raise ValueError("restrict: the masks leave no entry free; make at least one of their entries true")
 
