@@ -245,7 +245,7 @@ class KroneckerSum(TappedSum):
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.kinds: dict[int, Kind] = {}
-        self.data: Tensor | None = None  # the sum of the data's weights, where they have some
+        self.data: Any = 0  # the sum of the data's weights: a number while none has had any
 
     def is_wide(self, kind: Kind) -> bool:
         """Whether the factor of a leaf's outputs is held as its diagonal."""
@@ -273,8 +273,8 @@ class KroneckerSum(TappedSum):
     def add(self, chunk: Chunk) -> None:
         of_taps: dict[int, Tensor] = {}  # a layer's weight and bias share the factor of its output gradients
         weights, summed = chunk.weights, {gradient.leaf for gradient in chunk.summed}
-        if chunk.first and weights is not None:
-            self.data = weights.of_data.sum() if self.data is None else self.data + weights.of_data.sum()
+        if chunk.first:
+            self.data = self.data + (len(chunk.outputs) if weights is None else weights.of_data.sum())
         for leaf, kind, x, g, tap in (*chunk.gradients, *chunk.summed):
             self.kinds[leaf] = kind
             if chunk.first:
@@ -303,7 +303,7 @@ class KroneckerSum(TappedSum):
         ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
         diagonal = self.to_tree([leaf.new_zeros((), dtype=wide(leaf.dtype)) for leaf in self.leaves])
-        data = count.clone() if self.data is None else self.data.to(count)
+        data = self.data.to(count) if isinstance(self.data, Tensor) else count.clone()
         return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), data, seen=count)
 
 

@@ -320,6 +320,11 @@ def test_padded_sequences_have_the_factors_of_each_sequence_alone(sharing, estim
     seen = torch.bincount(ids[0, :3], minlength=11) / 3
     only = estimate(params, (ids[:1], labels[:1]))
     torch.testing.assert_close(only.left["table.weight"], seen if sharing == "expand" else seen**2)
+    labels[1] = 3  # has every label, in a chunk of its own too
+    chunked = getattr(curvature, estimator)(
+        forward, likelihoods.categorical(), "kronecker", sharing=sharing, chunk_bytes=1
+    )
+    torch.testing.assert_close(chunked(params, (ids, labels)).to_dense(), estimate(params, (ids, labels)).to_dense())
     labels[0] = -100  # a datum without labels is one of three all the same, and says nothing
     without, rest = estimate(params, (ids, labels)), estimate(params, (ids[1:], labels[1:]))
     assert without.count == 3 and without.data == rest.count == 2
