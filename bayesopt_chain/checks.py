@@ -279,8 +279,11 @@ def blaming(who: str, name: str) -> Iterator[None]:
         if f"{who}: " in str(err) or (isinstance(err, ValueError) and not of_torch):
             raise
         wrong = TypeError if isinstance(err, TypeError) else ValueError
-        of_dtypes = isinstance(err, RuntimeError) and "type" in str(err)
-        cure = "; convert the inputs (x.to(dtype)) or the model (module.double(), module.float())" if of_dtypes else ""
+        cures = {
+            "type": "; convert the inputs (x.to(dtype)) or the model (module.double(), module.float())",
+            "sparse": "; build its embeddings with sparse=False",
+        }
+        cure = "".join(cures[word] for word in cures if isinstance(err, RuntimeError) and word in str(err))
         raise wrong(f"{who}: {name}: the model cannot take it ({err}){cure}") from err
 
 
@@ -673,8 +676,11 @@ BATCH_OR_BATCHES = Kind(
     lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
 )
 DATA = Kind(
-    lambda x: hasattr(x, "batches") or (_is_iterable(x) and (not isinstance(x, Tensor) or _is_dense(x))),
-    "inputs, a batch, or batches such as a list or a DataLoader",
+    lambda x: (
+        hasattr(x, "batches")
+        or (_is_iterable(x) and (_is_dense(x) if isinstance(x, Tensor) else not hasattr(x, "__array__")))
+    ),
+    "inputs (of an array torch.as_tensor), a batch, or batches such as a list or a DataLoader",
 )
 
 MODULE = Kind(

@@ -216,12 +216,19 @@ def as_it_is(output: Any) -> Any:
 
 def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a module is called with its inputs: a tuple as its arguments, a mapping as its keywords, or, by a module whose
-    ``forward`` has no arguments of those names, whole."""
-    if isinstance(inputs, tuple):
-        return inputs, {}
+    ``forward`` has no arguments of those names, whole. A list, as a ``DataLoader`` makes of tuples, counts as a tuple where
+    ``forward`` needs several arguments."""
+    if isinstance(inputs, tuple) or (isinstance(inputs, list) and needs_several(module)):
+        return tuple(inputs), {}
     if isinstance(inputs, Mapping) and takes_keywords(module, inputs):
         return (), dict(inputs)
     return (inputs,), {}
+
+
+def needs_several(module: nn.Module) -> bool:
+    """Whether ``forward`` cannot be called with one argument."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    return sum(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments) > 1
 
 
 def takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:

@@ -167,7 +167,10 @@ class Categorical(OneOfSeveral):
     def labels(self, targets: Any) -> Any:
         if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
             what = targets.dtype if isinstance(targets, Tensor) else f"the type {type(targets).__name__}"
-            raise ValueError(f"the categorical likelihood got targets of {what}: pass class numbers, a tensor of int64")
+            raise ValueError(
+                f"the categorical likelihood got targets of {what}: pass class numbers, a tensor of int64 "
+                "(of one-hot rows argmax(-1))"
+            )
         numbers = targets.to(torch.int64)  # torch compares unsigned ones with -100 modulo 256, as 156
         return numbers.masked_fill(numbers == self.ignore_index, 0)
 

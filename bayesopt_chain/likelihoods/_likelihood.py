@@ -682,6 +682,7 @@ class Likelihood(ABC):
                 raise ValueError(
                     f"the {self.name} likelihood got {what} {tuple(value.shape)}, but the outputs ask for {wanted}: "
                     f"reshape the {what} (broadcasting would mix data)"
+                    f"{', or take argmax(-1) of one-hot rows' if self.has_classes else ''}"
                 )
         if is_readable(labels) or (wait and not is_hidden(labels)):
             self.require_values(outputs if draws is None else draws, labels)

@@ -109,9 +109,10 @@ class Parallel:
             >>> chains.init(tx, torch.ones(3, 2), seed=0)[0].trace[0].shape
             torch.Size([3, 2])
         """
-        if not callable(getattr(tx, "init", None)) and not (self.each and callable(tx)):
+        if not callable(tx if self.each else getattr(tx, "init", None)):
             raise TypeError(
-                f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
+                "parallel: init takes (tx, params), tx being the chain's transformation (with each=, a function of its "
+                f"keywords that returns it), got {type(tx).__name__}"
             )
         _STACKED("parallel: init: params", params)
         if wrong := [x.shape for x in optree.tree_leaves(params) if len(x) != self.n]:
@@ -518,6 +519,11 @@ def parallel(
         raise ValueError(
             "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
             "heat_guard=, and run one chain alone with it"
+        )
+    if each and isinstance(step, Step):
+        raise TypeError(
+            f"parallel: with each=, step is a function of {', '.join(each)} that returns the step of a chain, got a step; its "
+            "transformation is made there, of these values"
         )
     for name, given in (each or {}).items():
         if not torch.is_tensor(given) or given.shape[:1] != (n,):

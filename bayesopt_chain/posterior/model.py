@@ -167,7 +167,8 @@ class Model:
         total: Pass | None = None
         for batch in with_progress(batches, progress, total_batches):
             seen = self.seen_by_head(batch)
-            one, outputs = self._looked_at(seen, estimate)
+            with checks.blaming("fit_laplace", "loader"):
+                one, outputs = self._looked_at(seen, estimate)
             if look is not None:
                 look(self, batch if self.is_linear_gaussian else seen, outputs)
             total = one if total is None else both(total, one)

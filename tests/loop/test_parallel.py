@@ -104,6 +104,12 @@ def test_wrong_stacks_values_and_blocks_are_refused():
             (lambda: bc.parallel(step, 0), "n must be"),
             (lambda: bc.parallel(step, 3)(torch.zeros(2, 4), (), ()), "stacked for 3 chains"),
             (lambda: bc.parallel(tempered_step, 3, each={"lr": torch.zeros(2)}), "each"),
+            (lambda: bc.parallel(step, 3, each={"lr": torch.zeros(3)}), TypeError, "step is a function of lr"),
+            (
+                lambda: bc.parallel(tempered_step, 3, each={"lr": torch.zeros(3)}).init(tx, torch.zeros(3, 4)),
+                TypeError,
+                "a function of its keywords",
+            ),
             (lambda: bc.parallel(tempered_step, 3, chunk=0), "chunk"),
         )
     )

@@ -71,6 +71,12 @@ def test_batches_may_be_mappings_or_anything_with_a_function():
     assert torch.equal(forward(params, {"x": x, "scale": 2.0, "labels": None}), 2 * module(x))
     other = bc.make_functional(module, inputs=lambda batch: (batch["features"], 3.0)).forward
     assert torch.equal(other(params, {"features": x}), 3 * module(x))
+    pair, several = (torch.randn(3, 2), torch.randn(3, 4)), nn.Bilinear(2, 4, 1)
+    forward, params, _ = bc.make_functional(several)
+    assert torch.equal(forward(params, [[*pair], None]), several(*pair))  # a DataLoader makes lists of tuples
+    forward, params, _ = bc.make_functional(module)
+    with pytest.raises(TypeError, match="not list"):  # for which a module with one argument is called as it is
+        forward(params, [[x], None])
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_written():

@@ -121,6 +121,17 @@ def test_what_cannot_be_answered_is_refused():
             (lambda: bc.influence(fitted, (x, y), x), "query has no targets.* or of="),
             (lambda: bc.influence(fitted, (x, y), (x, y), of=lambda f, _: f), "one number a datum"),
             (lambda: bc.influence(fitted, [], (x, y)), "train has no batches"),
+            (lambda: fitted.predict(x.numpy()), TypeError, r"of an array torch\.as_tensor"),
+            (
+                lambda: bc.fit_laplace(
+                    nn.Sequential(nn.EmbeddingBag(2, 1, sparse=True), nn.Linear(1, 1)).eval(),
+                    bc.likelihoods.gaussian(),
+                    [((x > 0).long(), y)],
+                    subset="all",
+                    structure="dense",
+                ),
+                "fit_laplace: loader: .*build its embeddings with sparse=False",
+            ),
             (lambda: bc.influence(fitted, (x, y), []), "query has no batches"),
             (lambda: bc.influence(fitted, (x, y), x, of=lambda f: f[:, 0]), "of cannot take outputs"),
             (
