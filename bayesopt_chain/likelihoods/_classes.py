@@ -152,10 +152,12 @@ class Categorical(OneOfSeveral):
     def require_values(self, outputs: Tensor, targets: Tensor) -> None:
         classes = outputs.shape[self.axis]
         low, high = map(int, targets.aminmax()) if targets.numel() else (0, 0)
-        if low >= 0 and high < classes:  # asked in a quarter of the time of a look at every one
-            return
-        self._refuse(targets < 0, targets, f"class numbers from 0 (or ignore_index={self.ignore_index})")
-        self._refuse(targets >= classes, targets, f"class numbers from 0 to {classes - 1}")
+        if low < 0 or high >= classes:  # asked in a quarter of the time of a look at every one
+            self._refuse(
+                (targets < 0) | (targets >= classes),
+                targets,
+                f"class numbers from 0 to {classes - 1} (or ignore_index={self.ignore_index})",
+            )
 
     def weights(self, targets: Any) -> Tensor | None:
         """That of a target's class; 0 where it is ignored."""

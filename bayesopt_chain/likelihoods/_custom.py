@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -50,18 +51,6 @@ def _unvalidated() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-@contextmanager
-def _asked(known: Distribution, what: str) -> Iterator[None]:
-    """Say of what a distribution of torch leaves out what it is, and what to do instead."""
-    try:
-        yield
-    except NotImplementedError:
-        raise ValueError(
-            f"torch's {type(known).__name__} has no {what}: take that of predictive.sample(n), or pass a distribution that has "
-            f"one, such as a subclass with {what}"
-        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +163,10 @@ class FromDistribution(Custom):
         return torch.where(_has(known, targets), known.log_prob(targets), -torch.inf)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        known = self.at(outputs)
-        with _asked(known, "mean"):
-            return known.mean
+        return self._asked(outputs, "mean", attrgetter("mean"))
 
     def variance(self, outputs: Tensor) -> Tensor:
-        known = self.at(outputs)
-        with _asked(known, "variance"):
-            return known.variance
+        return self._asked(outputs, "variance", attrgetter("variance"))
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draws; torch's distributions know no generators, so that one is borrowed for the seed of the global one."""
@@ -192,9 +177,18 @@ class FromDistribution(Custom):
 
     @_unvalidated()  # of a transformed distribution the base's support is narrower, by rounding
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        return self._asked(outputs, "cdf", partial(_share_below, values=values.to(outputs)))
+
+    def _asked(self, outputs: Tensor, what: str, question: Callable[[Any], Tensor]) -> Tensor:
+        """The answer of the distribution at these outputs; what torch leaves out is refused."""
         known = self.at(outputs)
-        with _asked(known, "cdf"):
-            return _share_below(known, values.to(outputs))
+        try:
+            return question(known)
+        except NotImplementedError:
+            raise ValueError(
+                f"torch's {type(known).__name__} has no {what}: take that of predictive.sample(n), or pass a distribution that "
+                f"has one, such as a subclass with {what}"
+            ) from None
 
     def support_at(self, outputs: Tensor) -> Support:
         """The ends of the support of all targets together."""

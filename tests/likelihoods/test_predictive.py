@@ -945,15 +945,21 @@ test_it_is_refused_by_name = refused(
         (lambda: custom(averaged).gradient(torch.eye(3), torch.zeros(3, 3)), "one loss a datum"),
         (
             lambda: CLASSES.nll(LOGITS, torch.tensor([0, -1])),
-            r"class numbers from 0 .or ignore_index=-100., such as -1",
+            r"class numbers from 0 to 2 .or ignore_index=-100., such as -1",
         ),
-        (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3])), "class numbers from 0 to 2, such as 3"),
+        (
+            lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3])),
+            r"from 0 to 2 .or ignore_index=-100., such as 3",
+        ),
         (lambda: CLASSES.nll(LOGITS, torch.tensor([0.0, 1.0])), "class numbers, a tensor of int64"),
         (
             lambda: CLASSES.require(LOGITS, torch.eye(3).long()[:2]),
             r"reshape the targets .*argmax\(-1\) of one-hot rows",
         ),
-        (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3], dtype=torch.uint16)), "class numbers from 0 to 2, such as 3"),
+        (
+            lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3], dtype=torch.uint16)),
+            r"from 0 to 2 .or ignore_index=-100., such as 3",
+        ),
         (lambda: CLASSES.nll(torch.zeros(2, 1), torch.tensor([0, 0])), r"at least two classes.*bernoulli"),
         (lambda: CLASSES.nll(torch.zeros(0, 3), torch.zeros(0).long()), "the batch is empty"),
         (lambda: likelihoods.categorical(weight=[1.0, 2.0]).nll(LOGITS, Y), "weight has 2 entries"),
