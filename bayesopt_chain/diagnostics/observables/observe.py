@@ -237,7 +237,7 @@ class Observed:
     @property
     def traces(self) -> dict[str, Tensor]:
         """The draws of the observables of which they are kept, by name: ``[chains, draws, *shape]``."""
-        kept = {name: self.record.trace(name) for name in self.record.kept}
+        kept = {name: self.record.trace(name) for name in self.record.traces}
         return {name: x.reshape(*x.shape[:2], *self.record.shapes[name]) for name, x in kept.items()}
 
     def to_arviz(self) -> Any:

@@ -93,9 +93,10 @@ class Record:
         self.chains, self.count, self.length = chains, 0, SHORTEST
         self.shift = {name: x.double() for name, x in shift.items()}
         self.shapes = {name: tuple(x.shape) for name, x in shift.items()}
-        self.kept = [name for name, x in shift.items() if name in kept or x.numel() <= SMALL]
         self.sums = {name: [x.new_zeros(chains, x.numel())] for name, x in self.shift.items()}
-        self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
+        self.traces: dict[str, list[Tensor]] = {
+            name: [] for name, x in shift.items() if name in kept or x.numel() <= SMALL
+        }
 
     def add(self, draw: Mapping[str, Tensor]) -> None:
         """Take a draw of all chains: ``[C, m]`` by name."""
@@ -127,7 +128,7 @@ class Record:
 
     def _draws(self, name: str) -> Tensor:
         """The same minus the shift."""
-        self._require(name, self.kept, "draws are kept")
+        self._require(name, list(self.traces), "draws are kept")
         return torch.stack(self.traces[name], 1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
@@ -171,7 +172,7 @@ class Record:
         """All sums and draws, as tensors, which have the chains on axis 0, numbers and lists."""
         return {
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "kept": self.kept,
+            "kept": list(self.traces),
             "count": self.count,
             "length": self.length,
             "sums": {name: torch.stack(x, 1) for name, x in self.sums.items()},
@@ -192,12 +193,12 @@ class Record:
             )
         self.count, self.length = state["count"], state["length"]
         self.sums = {name: [*x.unbind(1)] for name, x in state["sums"].items()}
-        self.traces = {name: [] for name in self.kept} | {name: [*x.unbind(1)] for name, x in state["traces"].items()}
+        self.traces = {name: [] for name in self.traces} | {name: [*x.unbind(1)] for name, x in state["traces"].items()}
 
 
 def merged(records: Sequence[Record]) -> Record:
     """The record of all chains, from those of some chains each, of equally many draws."""
-    out = Record(sum([r.chains for r in records]), records[0].shift, records[0].kept)
+    out = Record(sum([r.chains for r in records]), records[0].shift, list(records[0].traces))
     states: list[Any] = [r.state_dict() for r in records]
     both: Any = optree.tree_map(lambda x, *more: torch.cat([x, *more]) if isinstance(x, Tensor) else x, *states)
     out.load_state_dict(both)
