@@ -323,8 +323,7 @@ class DrawsModel(EnsembleModel):
         weights: Tensor | None = None,
     ) -> None:
         super().__init__(weights)
-        leaves = optree.tree_leaves(draws)
-        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(draws)}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(
                 f"DrawsModel: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape]"

@@ -58,8 +58,7 @@ class Bernoulli(Likelihood):
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        below = torch.where(values < 1, (-outputs).sigmoid(), 1.0)
-        return torch.where(values < 0, 0.0, below)
+        return torch.where(values < 0, 0.0, torch.where(values < 1, (-outputs).sigmoid(), 1.0))
 
 
 class OneOfSeveral(Likelihood):
@@ -207,8 +206,7 @@ class Ordinal(OneOfSeveral):
         return (self._cuts(outputs)[index] - outputs).sigmoid()
 
     def _cuts(self, outputs: Tensor) -> Tensor:
-        ends = (-math.inf, *self.thresholds, math.inf)
-        return torch.tensor(ends, dtype=outputs.dtype, device=outputs.device)
+        return torch.tensor((-math.inf, *self.thresholds, math.inf), dtype=outputs.dtype, device=outputs.device)
 
 
 def _log_between(low: Tensor, high: Tensor, f: Tensor) -> Tensor:

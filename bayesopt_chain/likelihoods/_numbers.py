@@ -59,8 +59,7 @@ class Normal(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, log_variance = self.pair(outputs)
-        exponent = (targets - mean).square() * ((-log_variance).exp() / -2)
-        return exponent - (log_variance + LOG_2PI) / 2
+        return (targets - mean).square() * ((-log_variance).exp() / -2) - (log_variance + LOG_2PI) / 2
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self.pair(outputs)[0]
