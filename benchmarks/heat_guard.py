@@ -179,16 +179,24 @@ class Timed(bc.diagnostics.HeatGuard):
         self.spent += time.thread_time() - began
 
 
+def _noise(params: list[Tensor], batch: tuple[float, list[Tensor]]) -> Tensor:
+    """A loss whose gradient is the batch: small everywhere, and a number more in five elements."""
+    hot, rest = batch
+    return sum((x * y).sum() for x, y in zip(params, rest)) + hot * params[0][:5].sum()
+
+
 def cost(leaves: int, width: int) -> dict[str, float]:
-    """Milliseconds of processor time that the guard takes of 1,000 steps, and its share of them: in a loop that is cold, and in
-    one that is neither cold nor warned of, whose windows are all full."""
+    """Milliseconds of processor time that the guard takes of 1,000 steps, and its share of them: in a loop whose batches are
+    cold, in one a little below the warning (half the sampler's own noise in one direction), and in one so hot that all windows
+    are full, which would be warned of in the first and is not."""
     torch.manual_seed(0)
     params, found = [torch.randn(width) for _ in range(leaves)], dict[str, float]()
-    for name, noise in (("cold", 1e-3), ("full windows", 1.0)):
-        turns = itertools.cycle([[noise * torch.randn(width) for _ in range(leaves)] for _ in range(7)])
-        guard, tx = Timed(above=math.inf), bc.sghmc(1e-4, temperature=1e-3)
-        step = bc.make_step(lambda p, g: sum((x * y).sum() for x, y in zip(p, g)), tx, heat_guard=guard)
-        loop, began = from_start(step, params, step.init(params), partial(next, turns), 1000), time.thread_time()
+    for name, size in (("cold", 1e-3), ("warm", 1.0), ("full windows", 9.0)):
+        rest = itertools.cycle([[1e-3 * torch.randn(width) for _ in range(leaves)] for _ in range(7)])
+        batches = zip((size / 5**0.5 * torch.randn(1000)).tolist(), rest)
+        guard, tx = Timed(above=0.6 if name == "warm" else math.inf), bc.sghmc(1e-4, temperature=1e-3)
+        step = bc.make_step(_noise, tx, heat_guard=guard)
+        loop, began = from_start(step, params, step.init(params), partial(next, batches), 1000), time.thread_time()
         loop()
         share = guard.spent / (time.thread_time() - began - guard.spent)
         found |= {f"ms, {name}": 1e3 * guard.spent, f"share, {name}": share}

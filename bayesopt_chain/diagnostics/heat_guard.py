@@ -1,10 +1,12 @@
 r"""Watch a loop for the heat of its minibatches, and warn once.
 
-The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A window ends after 6
-steps if, of the covariance of their gradients in units of the noise that the chain injects, the largest eigenvalue less the
-smallest of the five is small. One hot direction raises the largest alone, by its heat; noise that is alike in ``n`` directions
-raises all of them by its trace over 5, and apart by the share ``4 sqrt(5 / n)`` of that. A full one goes on for 80 steps, and
-warns if all of this holds of them:
+The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A full window has 86
+steps, and one in which nothing can be hot ends before, after ``n`` of 6, 20, 40 or 60 of them: if, of the covariance of their
+gradients in units of the noise that the chain injects, the largest eigenvalue less the smallest that is not 0 by centring is at
+most 0.4, 0.7, 0.8 or 0.85 of the excess that the full window would have to show (with 0.6 for a larger ``above``). One hot
+direction raises the largest alone, by its heat times ``chi^2_{n-1} / (n-1)``, and the chain's own motion raises it besides;
+noise that is alike in ``k`` directions raises all of them by its trace over ``n - 1``, and apart by the share
+``4 sqrt((n - 1) / k)`` of that. A full window reads the last 80 steps, and warns if all of this holds of them:
 
     excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
                                         show more
@@ -79,11 +81,13 @@ from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
-SHORT = 6  # steps after which a window ends where nothing can be hot
+SHORT = 6  # first steps of a window, after which it may end; a full one reads those behind them
 WINDOW = 80  # steps after these of a full window
 SHARE = 160  # one in so many elements is read then
-BOUND = 0.25  # the upper bound of the heat below which it ends then
+# the shares of the excess that a window must show, and the steps after which it ends where what it shows is at most that
+ENDS = {SHORT: 0.4, 20: 0.7, 40: 0.8, 60: 0.85}
 STARTS = (8, 128)  # first steps of windows; from the second on they double
+ABOVE = 0.6  # excess from which it warns
 EARLY = 3.4  # what the excess must show besides at the end of the first window
 SURE = 2.0  # standard errors
 BENT = 4.0  # times the chain's own motion, of which a Hessian that is known from one window, and changes in it, leaves as much
@@ -119,10 +123,10 @@ class HeatGuard:
     """Watches a loop for the heat of its minibatches, and warns once, with numbers.
 
     Every optimizer of :mod:`bayesopt_chain.optim` has one at T > 0. It reads the noise of the batches from the gradients of
-    consecutive steps, from step 8 to 93 and from the steps 128, 256, 512 and so on: 6 steps where nothing can be hot and 86
-    elsewhere, of these 80 in a part of large models, so that a window reads at most eight gradients. Nothing is said of a run
-    that is still far from rest. Learning rates and temperatures may change at every step; where they do, the heat is that of
-    the window's mean rate, and parameter groups are taken to change in proportion.
+    consecutive steps, from step 8 to 93 and from the steps 128, 256, 512 and so on: 6, 20, 40 or 60 steps where nothing can be
+    hot and 86 elsewhere, of these 80 in a part of large models, so that a window reads at most eight gradients. Nothing is
+    said of a run that is still far from rest. Learning rates and temperatures may change at every step; where they do, the heat
+    is that of the window's mean rate, and parameter groups are taken to change in proportion.
 
     Args:
         steps_per_epoch: optimizer steps in a pass over the data, where they are reshuffled in every epoch: the number of
@@ -159,7 +163,7 @@ class HeatGuard:
         steps_per_epoch: int | None = None,
         order: str = "reshuffled",
         *,
-        above: float = 0.6,
+        above: float = ABOVE,
         who: str = "bayesopt_chain",
     ) -> None:
         self.steps_per_epoch, self.order, self.above, self.who = steps_per_epoch, order, above, who
@@ -281,7 +285,7 @@ class HeatGuard:
                 "in which some stay the same"
             )
         w.add(here)
-        if len(w.rates) in (SHORT, SHORT + WINDOW):
+        if len(w.rates) in (*ENDS, SHORT + WINDOW):
             self._read(w, here)
         return None
 
@@ -301,16 +305,20 @@ class HeatGuard:
         centred = G - G.mean(0)
         if not math.isfinite(float(centred.square().sum() + norms.sum())):
             self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
-        elif len(w.rates) == SHORT:
+        elif len(w.rates) in ENDS:
             each = torch.linalg.eigvalsh(centred @ centred.T)
-            bound = float(each[-1] - each[1]) / (SHORT - 1)
-            if _is_clipped(norms, first.gradient.dtype) and float(each.sum()) > 1e-6 * float(G.square().sum()):
+            bound = float(each[-1] - each[1]) / (len(G) - 1)
+            if (
+                len(G) == SHORT
+                and _is_clipped(norms, first.gradient.dtype)
+                and float(each.sum()) > 1e-6 * float(G.square().sum())
+            ):
                 self._warn(
                     "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows "
                     "clipped gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping "
                     "out at temperature > 0"
                 )
-            elif bound > BOUND:
+            elif bound > ENDS[len(G)] * least(min(self.above, ABOVE), self._steps + SHORT + WINDOW - len(G)):
                 return
             else:
                 self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
@@ -337,9 +345,13 @@ class HeatGuard:
         self.readings.append(heat)
         is_falling = self._last is not None and heat.rho / rate < self._last / 2
         self._last = heat.rho / rate
-        least = self.above + EARLY * (96 / heat.end) ** 2
         is_sure = heat.rho > max(SURE * heat.standard_error, BENT * heat.own)
-        if heat.excess <= least or not is_sure or max(heat.drift / DRIFT, heat.ringing / RINGS) >= 1 or is_falling:
+        if (
+            heat.excess <= least(self.above, heat.end)
+            or not is_sure
+            or max(heat.drift / DRIFT, heat.ringing / RINGS) >= 1
+            or is_falling
+        ):
             return
         m = SimpleNamespace(
             rho=heat.rho, error=heat.standard_error, times=1 + heat.excess, order=self.order, steps=self.steps_per_epoch,
@@ -351,6 +363,11 @@ class HeatGuard:
         if not self.has_warned:
             self.has_warned, self._start = True, sys.maxsize
             checks.warn(f"{self.who}: {text}. heat_guard=None silences this")
+
+
+def least(above: float, end: int) -> float:
+    """The excess that a window has to show which ends at this step."""
+    return above + EARLY * (96 / end) ** 2
 
 
 def _is_clipped(norms: Tensor, dtype: torch.dtype) -> bool:
@@ -371,7 +388,7 @@ class _Chain:
         params, state, grads: of a step.
 
     Attributes:
-        rules: of each leaf, :func:`_rules`.
+        rules: by the numbers of the leaves, :func:`_rules`.
         clips: links that change gradients before anything else does.
         is_scheduled: whether the rules are those of one step alone.
 
@@ -393,27 +410,24 @@ class _Chain:
 
     def leaves(self, params: Any, grads: Any, keys: Collection[int]) -> list[Leaf]:
         """The leaves with these numbers, or all, as far as they have noise and a dense gradient."""
-        trees: list[list[Any]] = [
-            optree.tree_leaves(x, none_is_leaf=True) for x in (clipped(self.clips, grads), params)
-        ]
+        grads, params = (optree.tree_leaves(x, none_is_leaf=True) for x in (clipped(self.clips, grads), params))
         return [
-            Leaf(j, g, p, *rule)
-            for j, (rule, g, p) in enumerate(zip(self.rules, *trees))
-            if rule and (not keys or j in keys) and g is not None and g.layout is torch.strided
+            Leaf(j, grads[j], params[j], *self.rules[j])
+            for j in keys or self.rules
+            if j in self.rules and grads[j] is not None and grads[j].layout is torch.strided
         ]
 
 
-def _rules(tx: Any, params: Any, state: Any) -> list[Rule | None]:
-    """Of each leaf ``rate``, ``temperature``, ``momentum``, ``first`` and ``root`` of :class:`Leaf`; ``None`` without noise.
+def _rules(tx: Any, params: Any, state: Any) -> dict[int, Rule]:
+    """Of each leaf with noise ``rate``, ``temperature``, ``momentum``, ``first`` and ``root`` of :class:`Leaf`.
 
     Raises:
         ValueError: the elements act on each other, as behind a dense preconditioner.
     """
     tx, state = inner(tx, state)
     levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
-    out: list[Rule | None] = [None] * len(leaves)
     numbers = [j for j, p in enumerate(leaves) if p is not None]
-    each, known = polynomials(tx, state) if levels else [], dict[Any, Rule | None]()
+    each, known, out = polynomials(tx, state) if levels else [], dict[Any, Rule | None](), dict[int, Rule | None]()
     for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
         if j not in levels or not gain.numel():
             continue
@@ -423,7 +437,7 @@ def _rules(tx: Any, params: Any, state: Any) -> list[Rule | None]:
         if key not in known:
             known[key] = _rule(each[j], levels[j], gain[(0,) * gain.ndim] if is_number else gain)
         out[j] = known[key]
-    return out
+    return {j: rule for j, rule in out.items() if rule}
 
 
 def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
