@@ -2,11 +2,11 @@ r"""Watch a loop for the heat of its minibatches, and warn once.
 
 The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A full window has 86
 steps, and one in which nothing can be hot ends before, after ``n`` of 6, 20, 40 or 60 of them: if, of the covariance of their
-gradients in units of the noise that the chain injects, the largest eigenvalue less the smallest that is not 0 by centring is at
-most 0.4, 0.7, 0.8 or 0.85 of the excess that the full window would have to show (with 0.6 for a larger ``above``). One hot
-direction raises the largest alone, by its heat times ``chi^2_{n-1} / (n-1)``, and the chain's own motion raises it besides;
-noise that is alike in ``k`` directions raises all of them by its trace over ``n - 1``, and apart by the share
-``4 sqrt((n - 1) / k)`` of that. A full window reads the last 80 steps, and warns if all of this holds of them:
+gradients in units of the noise that the chain injects at its largest rate so far, the largest eigenvalue less the smallest
+that is not 0 by centring is at most 0.4, 0.7, 0.8 or 0.85 of the excess that the full window would have to show (with 0.6 for a
+larger ``above``). One hot direction raises the largest alone, by its heat times ``chi^2_{n-1} / (n-1)``, and the chain's own
+motion raises it besides; noise that is alike in ``k`` directions raises all of them by its trace over ``n - 1``, and apart by
+the share ``4 sqrt((n - 1) / k)`` of that. A full window reads the last 80 steps, and warns if all of this holds of them:
 
     excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
                                         show more
@@ -301,16 +301,19 @@ class HeatGuard:
     def _read(self, w: Window, here: dict[int, Leaf]) -> None:
         """Read a window that is complete, or has its first steps and may end."""
         G, X = w.sketch.read()[:, -WINDOW:]
-        norms, first = torch.stack(w.norms).double().cpu(), here[next(iter(w.leaves))]
+        norms, leaves = torch.stack(w.norms).double().cpu(), [*w.leaves.values()]
+        rates, temperatures = torch.tensor(w.rates[-WINDOW:], dtype=torch.float64, device="cpu").T
         centred = G - G.mean(0)
         if not math.isfinite(float(centred.square().sum() + norms.sum())):
             self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
         elif len(w.rates) in ENDS:
             each = torch.linalg.eigvalsh(centred @ centred.T)
-            bound = float(each[-1] - each[1]) / (len(G) - 1)
+            # the units of the sketch are those of the window's first step
+            growth = (rates / temperatures).max() * leaves[0].temperature / leaves[0].rate
+            bound = float(growth * (each[-1] - each[1])) / (len(G) - 1)
             if (
                 len(G) == SHORT
-                and _is_clipped(norms, first.gradient.dtype)
+                and _is_clipped(norms, here[leaves[0].key].gradient.dtype)
                 and float(each.sum()) > 1e-6 * float(G.square().sum())
             ):
                 self._warn(
@@ -323,15 +326,13 @@ class HeatGuard:
             else:
                 self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
         else:
-            leaves = [*w.leaves.values()]
-            rates, temperatures = torch.tensor(w.rates[SHORT:], dtype=torch.float64, device="cpu").T
             filled = (G != 0).any(0)  # small models fill few buckets
             momentum = max([x.momentum for x in leaves])
             heat = read_heat(
                 G[:, filled],
                 X[:, filled],
                 momentum,
-                first.first,
+                here[leaves[0].key].first,
                 rates / leaves[0].rate,
                 temperatures / leaves[0].temperature,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
