@@ -124,6 +124,16 @@ def test_the_score_of_a_gaussian_is_its_closed_form():
     torch.testing.assert_close(predictive.crps(2 * z[:, None])[:, 0], wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_far_tails_keep_their_digits():
+    known = likelihoods.gaussian(1.0).predictive(torch.zeros(1, 1).double(), torch.zeros(1, 1, 1).double())
+    assert known.quantile(1e-300).item() == pytest.approx(stats.norm.ppf(1e-300), rel=1e-12)
+    f, y = torch.zeros(2).float(), torch.tensor([-6.0, -10.0]).float()
+    for likelihood, wanted in ((likelihoods.gaussian(1.0), stats.norm), (likelihoods.student_t(1e4), stats.t(1e4))):
+        torch.testing.assert_close(likelihood.cdf(f, y), torch.tensor(wanted.cdf(y)).float(), rtol=1e-5, atol=0.0)
+    narrow = likelihoods.gaussian("learned").log_prob(torch.tensor([[0.0, -1000.0]]), torch.zeros(1, 1))
+    assert narrow.item() == pytest.approx(500 - math.log(2 * math.pi) / 2)
+
+
 @pytest.mark.parametrize("df", [1.2, 4.0, 1e9])
 def test_the_score_of_student_t_is_its_closed_form(df):
     """That at known outputs (Jordan, Krueger and Lerch, 2019); its slope is ``2 F(y) - 1``; and at last it is a Gaussian's."""
