@@ -51,7 +51,11 @@ from bayesopt_chain.trees import leaves_of
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)
-_LAYOUT, _GRAD, _SHAPE = attrgetter("dtype", "is_cpu"), attrgetter("requires_grad"), attrgetter("shape")
+_FORM, _LAYOUT, _GRAD = (
+    attrgetter("shape", "dtype", "is_cpu"),
+    attrgetter("dtype", "is_cpu"),
+    attrgetter("requires_grad"),
+)
 _COUNTERS, _NOTED = {(torch.int64, True)}, (torch.float64, True)
 CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
 _IS_CPU = attrgetter("is_cpu")
@@ -182,14 +186,15 @@ class Engine:
     def __init__(self, links: Sequence[Any], plan: Any, run: Sequence[int], noise: int | None) -> None:
         layout = plan.layout
         self.run, self.noise, self.where = tuple(run), noise, plan.where[run[-1]]
-        self.shapes = tuple([layout.shapes[j] for j in self.where])
-        self.sizes = integers(tuple([shape.numel() for shape in self.shapes]))
-        dtypes = {layout.dtypes[j] for j in self.where}
+        shapes, dtypes = [layout.shapes[j] for j in self.where], {layout.dtypes[j] for j in self.where}
+        self.sizes = integers(tuple([shape.numel() for shape in shapes]))
         self.dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self.forms = [(shape, self.dtype, True) for shape in shapes]
+        self.memory_forms = [((1, *shape), self.dtype, True) for shape in shapes]
         self.is_everything = self.where == tuple(range(len(layout.shapes)))
         leaves = tuple([j for j, shape in enumerate(layout.shapes) if shape is not None])
         self.is_whole = self.where == leaves and {*run, *([noise] if noise is not None else [])} == {*range(len(links))}
-        self.has_scalars = any(not shape for shape in self.shapes)
+        self.has_scalars = not all(shapes)
         self.centre: tuple[int, str] | None = None
         self.flags, given = 0, dict[str, float]()
         for i in run:
@@ -230,7 +235,8 @@ class Engine:
             self.of_chains = copy.copy(self)
             self.of_chains.chains, self.of_chains.axes = n, (n,)
             self.of_chains.known = self.of_chains.block = None
-            self.of_chains.shapes = tuple([torch.Size((n, *shape)) for shape in self.shapes])
+            self.of_chains.forms = [((n, *shape), *layout) for shape, *layout in self.forms]
+            self.of_chains.memory_forms = [((n, *shape), *layout) for shape, *layout in self.memory_forms]
             self.of_chains.is_large = n * sum(self.sizes) > PARALLEL[self.noise is not None]
         return self.of_chains
 
@@ -408,7 +414,7 @@ class Engine:
         present = _present(g)
         if (moves or self.flags & DECAYS) and not found.theta:
             return None
-        if not (self._fits(g, present) or (moves and self._fits(g := _dense(g), present))):
+        if not (_are_like(g, self.forms, present) or (moves and _are_like(g := _dense(g), self.forms, present))):
             return None
         tensors = tuple([x for xs in found for x in xs]) if inplace else ()
         known = self.known if inplace and self._are_known(tensors, present, moves) else None
@@ -455,15 +461,15 @@ class Engine:
 
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
-        states = (found.trace, 0), (found.memory, 1), (found.square, 0), (found.centre, 0)
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
             and (not found.conditions or self._remembers(found.conditions[0]))
             and (
                 not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
             )
-            and all([self._fits(xs, present, inner=inner) for xs, inner in states if xs])
-            and (not found.theta or self._fits(found.theta, present, own))
+            and all([_are_like(xs, self.forms, present) for xs in (found.trace, found.square, found.centre) if xs])
+            and (not found.memory or _are_like(found.memory, self.memory_forms, present))
+            and (not found.theta or _are_like(found.theta, self.forms, present, own))
         )
 
     def _remembers(self, conditions: Tensor) -> bool:
@@ -572,24 +578,24 @@ class Engine:
         step.add_(1)
         return True
 
-    def _fits(self, xs: Sequence[Any], present: Sequence[int] | None, own: bool = False, inner: int = 0) -> bool:
-        """Whether the kernel, which checks nothing, may run over the memory of these tensors.
 
-        Args:
-            xs: a tensor for each leaf.
-            present: the leaves that count.
-            own: whether tensors that require gradients are taken.
-            inner: the number of axes in front of the leaf's, behind that of the chains.
-        """
-        shapes = self.shapes
-        if present is not None:
-            xs, shapes = [xs[k] for k in present], tuple([shapes[k] for k in present])
-        if not _KINDS.issuperset(map(type, xs)) or {*map(_LAYOUT, xs)} != {(self.dtype, True)}:
-            return False
-        if (not own and any(map(_GRAD, xs))) or not all(map(Tensor.is_contiguous, xs)):
-            return False
-        k = len(self.axes)
-        return tuple([x.shape[:k] + x.shape[k + inner :] for x in xs] if inner else map(_SHAPE, xs)) == shapes
+def _are_like(xs: Sequence[Any], forms: Sequence[Any], present: Sequence[int] | None, own: bool = False) -> bool:
+    """Whether the kernel, which checks nothing, may run over the memory of these tensors.
+
+    Args:
+        xs: a tensor for each leaf.
+        forms: shape, dtype and whether it is on a CPU, for each of them.
+        present: the leaves that count.
+        own: whether tensors that require gradients are taken.
+    """
+    if present is not None:
+        xs, forms = [xs[k] for k in present], [forms[k] for k in present]
+    return (
+        _KINDS.issuperset(map(type, xs))
+        and [*map(_FORM, xs)] == forms
+        and all(map(Tensor.is_contiguous, xs))
+        and (own or not any(map(_GRAD, xs)))
+    )
 
 
 def _present(g: Sequence[Any]) -> list[int] | None:
