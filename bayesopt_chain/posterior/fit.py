@@ -194,7 +194,7 @@ class FittedLaplace:
 
         Raises:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
-                works).
+                works); a module that is in training mode by now.
         """
         likelihood = self.likelihood
         how = method or likelihood.default_method

@@ -307,7 +307,11 @@ def _locked(folder: Path) -> int:
             raise RuntimeError(
                 f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
             ) from None
-        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}; bc.Draws.open reads it") from None
+        raise OSError(
+            err.errno,
+            f"sample: cannot write to {folder}: {err.strerror}; give path= a directory that can be written to (bc.Draws.open "
+            "reads a run that is there)",
+        ) from None
     return fd
 
 
