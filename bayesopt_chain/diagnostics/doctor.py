@@ -440,7 +440,7 @@ def _shown(m: Any) -> dict[str, Any]:
     if m.loss is None or not m.temperatures:
         return {"is_asked": m.loss is not None}
     one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
-    data = _Data(m.loss, list(as_batches(m.batches)), m.data_size, one)
+    data = _Data(m.loss, list(as_batches(batch_trees.each_once(m.batches))), m.data_size, one)
     # the loss of a batch twice over that of the batch
     doubled = data.n and data.is_finite and twice_over_once(m.loss, one, data.batches[0])
     return {"is_asked": True, "one": one, "data": data, "doubled": doubled}
