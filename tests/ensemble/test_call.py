@@ -348,7 +348,7 @@ def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
     with pytest.raises(ValueError, match="predict: inputs are NaN or infinite for 1 of 4 data, number 3"):
         fitted.predict(torch.cat([X[:3], torch.full((1, 2), float("nan"))]))
-    with pytest.raises(TypeError, match=r"^predict: data must be a tree of tensors.* it holds ndarray"):
+    with pytest.raises(TypeError, match=r"^Ensemble.predict: data must be inputs \(of an array torch.as_tensor\)"):
         fitted.predict(X.numpy())
     with pytest.raises(ValueError, match=r"predict: the networks return \(1,\) for 2 data: pass inputs \[N, \*\]"):
         fitted.predict(X[0])
