@@ -38,8 +38,7 @@ def never(*args, **kwargs):
 
 def a_run(**options):
     tx, w = bc.sghmc(0.1, temperature=0.1), torch.zeros(2)
-    step = bc.make_step(never, tx)
-    return bc.sample(step, w, tx.init(w), None, steps=2, **options)
+    return bc.sample(bc.make_step(never, tx), w, tx.init(w), None, steps=2, **options)
 
 
 class Lazy:
@@ -143,8 +142,7 @@ matplotlib.use("agg")
 
 def probabilities(n=400, classes=3):
     torch.manual_seed(1)
-    p = (2 * torch.randn(n, classes)).softmax(-1)
-    return p, torch.randint(classes, (n,))
+    return (2 * torch.randn(n, classes)).softmax(-1), torch.randint(classes, (n,))
 
 
 def gaussian(means, variance=1.0):

@@ -61,8 +61,7 @@ def test_its_products_are_those_of_the_dense_matrix(name, kind):
     operator = curvature.linear_operator(forward, likelihood, params, batches, kind)
     estimate = getattr(curvature, kind)(forward, likelihood, "dense")
     wanted = sum(estimate(params, batch).to_dense() for batch in batches)
-    size = len(wanted)
-    torch.testing.assert_close(operator @ torch.eye(size), wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(operator @ torch.eye(len(wanted)), wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(operator.adjoint() @ wanted[0], wanted @ wanted[0], rtol=1e-10, atol=1e-12)
     leaves = operator @ [torch.ones_like(leaf) for leaf in optree.tree_leaves(params)]
     flat = torch.cat([leaf.flatten() for leaf in leaves])

@@ -818,8 +818,7 @@ def test_ignored_labels_are_left_out_of_fishers_gradients_and_filters():
     nothing = torch.full_like(labels, -100)
     fisher = bc.curvature.fisher(forward, likelihood, "diagonal", generator=torch.Generator().manual_seed(0))
     assert all(not leaf.any() for leaf in fisher(params, (ids, nothing)).diag().values())
-    small = nn.Linear(2, 3)
-    forward, params, _ = bc.make_functional(small)
+    forward, params, _ = bc.make_functional(nn.Linear(2, 3))
     x, y = torch.randn(4, 2), torch.tensor([0, 2, -100, -100])
     for how in ("tangent", "empirical"):
         tx = bc.ekf.dense(prior_precision=1.0)

@@ -22,8 +22,7 @@ CHAINS = {
 
 
 def start(dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(0)
-    leaf = torch.randn(40, generator=generator)
+    leaf = torch.randn(40, generator=torch.Generator().manual_seed(0))
     leaf = leaf + leaf.sign() / 2  # no step takes one of them across zero
     return {"w": leaf.to(dtype), "wide": leaf[:7].clone(), "b": torch.tensor(0.3, dtype=dtype)}
 

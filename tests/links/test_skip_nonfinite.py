@@ -72,8 +72,7 @@ def compare(name, inplace, like):
     inner = tx.init(start())
     torch.manual_seed(1)
     state = skipping.init(start())
-    step = bc.make_step(loss, tx, inplace=like)
-    want = run(step, start(), copy.deepcopy(inner), GOOD)
+    want = run(bc.make_step(loss, tx, inplace=like), start(), copy.deepcopy(inner), GOOD)
     params, state = run(bc.make_step(loss, skipping, inplace=inplace), start(), state, BATCHES)
     assert_bitwise_equal((params, state.inner), want)
     assert state.skipped == 4 and state.skipped.dtype == torch.int64

@@ -189,8 +189,7 @@ def test_curvature_is_not_asked_for_where_nothing_takes_it():
 
 def test_curvature_over_several_draws_still_counts_each_datum_once():
     """The increment is the mean over the draws: a Laplace link beside variational inference counts the batch's data."""
-    link = bc.laplace()
-    tx = bc.chain(link, bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=3))
+    tx = bc.chain(bc.laplace(), bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=3))
     state = tx.init(start())
     estimate = bc.curvature.ggn(forward, likelihood, "dense")
     _, state, _ = bc.make_step(loss, tx, curvature=estimate)(start(), state, data())

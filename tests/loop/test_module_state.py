@@ -202,8 +202,7 @@ def test_a_module_without_buffers_gets_its_key_all_the_same():
 
 
 def test_a_capture_that_could_not_follow_the_key_is_refused():
-    model = nn.LSTM(3, 4, 2, dropout=0.5)
-    forward, params, buffers = bc.make_functional(model)
+    forward, params, buffers = bc.make_functional(nn.LSTM(3, 4, 2, dropout=0.5))
 
     def loss(params, x, buffers):
         (out, _), buffers = forward.with_buffers(params, x, buffers)

@@ -260,8 +260,7 @@ def test_autocast_runs_the_loss_in_bfloat16_and_nothing_else():
         torch.testing.assert_close(got[name], p.detach() - p.grad)
     step = bc.make_step(seen, tx, autocast=torch.bfloat16)
     chains, many = bc.parallel(step, 2), bc.stack([params] * 2)
-    state = chains.init(tx, many)
-    stacked = chains(many, state, batch)[0]
+    stacked = chains(many, chains.init(tx, many), batch)[0]
     torch.testing.assert_close(stacked["0.weight"][1], got["0.weight"], rtol=0.02, atol=0.002)  # bfloat16's 8 bits
     fast = bc.capture(step, params, tx.init(params), batch, backend="eager")
     torch.testing.assert_close(fast(params, tx.init(params), batch)[0], got)
@@ -304,8 +303,7 @@ def test_groups_report_a_temperature_each_and_chains_their_own():
     chains = bc.parallel(
         lambda temperature: bc.make_step(loss, made(temperature), monitor=True), 2, each={"temperature": temperatures}
     )
-    state = chains.init(made, params)
-    info = chains(params, state, (X, Y))[2]
+    info = chains(params, chains.init(made, params), (X, Y))[2]
     assert torch.equal(info.temperature, temperatures) and info.gradient_norm.shape == (2,)
     several = bc.capture(
         bc.make_step(loss, made(0.5), monitor=True), PARAMS, made(0.5).init(PARAMS), (X, Y), steps=3, backend="eager"

@@ -172,8 +172,7 @@ def test_the_chosen_rate_keeps_the_heat_of_batches_small_and_a_large_one_is_know
 @pytest.mark.slow
 def test_heat_that_missing_spread_hides_is_seen_in_the_stiff_directions():
     """A chain that noise of the loss heats along one direction, while another is far from spread: the sum says nothing."""
-    g = torch.Generator().manual_seed(1)
-    data = torch.randn(400, 1, generator=g, dtype=torch.float64)
+    data = torch.randn(400, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     data = data - data.mean(0)
     k = torch.tensor([1.0] + [0.0] * 12, dtype=torch.float64)
 

@@ -120,8 +120,7 @@ def test_numbers_may_be_tensors():
 
 def test_a_state_may_be_loaded_twice():
     """Torch adds a default to an optimizer that loads, of which no group knows."""
-    theta = torch.zeros(2, requires_grad=True)
-    optimizer = made([theta])
+    optimizer = made([torch.zeros(2, requires_grad=True)])
     for _ in range(2):
         optimizer.load_state_dict(optimizer.state_dict())
 

@@ -114,8 +114,7 @@ def test_a_saved_temperature_replaces_the_number_and_fills_the_tensor():
     number.load_state_dict(saved.state_dict())
     assert number.param_groups[0]["temperature"] == 0.3
     dial = torch.tensor(0.1)
-    theta = nn.Linear(5, 3)
-    optimizer = bc.optim.SGHMC(theta.named_parameters(), 0.1, temperature=dial)
+    optimizer = bc.optim.SGHMC(nn.Linear(5, 3).named_parameters(), 0.1, temperature=dial)
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.param_groups[0]["temperature"] is dial and dial.item() == pytest.approx(0.3)
 

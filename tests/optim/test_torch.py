@@ -165,8 +165,7 @@ def test_at_a_temperature_the_three_implementations_agree_to_rounding(name, impl
     def run(**how):
         torch.manual_seed(0)
         theta = torch.linspace(-1, 1, 33, dtype=torch.float64).requires_grad_()
-        optimizer = cls([theta], lr=0.01, temperature=0.1, **how)
-        return walk(optimizer, 5, lambda p: p + 0.1)
+        return walk(cls([theta], lr=0.01, temperature=0.1, **how), 5, lambda p: p + 0.1)
 
     torch.testing.assert_close(run(**implementation), run(foreach=False), rtol=1e-12, atol=1e-12)
 

@@ -60,8 +60,7 @@ def test_the_linearised_covariance_is_the_naive_one_in_every_structure(model, st
 
 
 def test_ekfac_tables_and_shared_weights_predict_as_their_dense_matrices():
-    net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
-    token, params = of_module(net)
+    token, params = of_module(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)))
     forward = lambda p, batch: token(p, batch).mean(1)  # noqa: E731
     batch = (torch.randint(0, 5, (6, 4)), torch.randn(6, 2))
     kfac = curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, batch)

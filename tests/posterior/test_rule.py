@@ -135,8 +135,7 @@ def test_some_data_say_the_degrees_of_freedom_of_all(parameters, noise, rows, lo
     given a quarter and a tenth."""
     n = 400
     x = torch.randn(n, parameters) / torch.arange(1, parameters + 1)
-    theta = torch.randn(parameters)
-    squares = n * noise**2 / theta.square().sum()
+    squares = n * noise**2 / torch.randn(parameters).square().sum()
     values = torch.linalg.eigvalsh(x @ x.T).clamp_min(0)
     exact = torch.tensor(1.0)
     for _ in range(3000):  # MacKay's fixed point, damped

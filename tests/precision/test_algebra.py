@@ -283,8 +283,7 @@ def test_a_precision_is_a_pytree_that_copies_pickles_and_vmaps(make, tree):
 
 def test_mixed_dtypes_are_held_in_the_wider_and_returned_in_their_own():
     tree = {"a": torch.zeros(2, dtype=torch.float32), "b": torch.zeros(1, dtype=torch.float64)}
-    precision = Dense(psd(3), tree, COUNT)
-    solved = precision.solve(optree.tree_map(torch.ones_like, tree))
+    solved = Dense(psd(3), tree, COUNT).solve(optree.tree_map(torch.ones_like, tree))
     assert (solved["a"].dtype, solved["b"].dtype) == (torch.float32, torch.float64)
 
 

@@ -96,8 +96,7 @@ def test_a_swap_exchanges_positions_with_its_probability_and_brings_velocities_t
 
 def test_contour_weights_and_multiplier_are_the_papers():
     tx = bc.samplers.scale_by_contour(0.5, 0.0, 4.0, bins=4, zeta=0.8, omega=bc.schedules.constant(0.1))
-    p = torch.zeros(1).double()
-    state = tx.init(p)
+    state = tx.init(torch.zeros(1).double())
     mass = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
     state = state.replace(0, state[0]._replace(mass=mass, lowest=torch.tensor(0)))
     updates, after = tx.update(torch.ones(1).double(), state, loss=torch.tensor(2.5).double(), inplace=False)

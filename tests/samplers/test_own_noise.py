@@ -63,8 +63,7 @@ def flow(u, g, time, d, steps=800):
 
 
 def example(d=7, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    u, g = torch.randn(2, d, dtype=F64, generator=generator)
+    u, g = torch.randn(2, d, dtype=F64, generator=torch.Generator().manual_seed(seed))
     return u / u.norm(), 3 * g
 
 

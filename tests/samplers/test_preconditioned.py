@@ -38,8 +38,7 @@ def grid_moment(tx, **keywords) -> float:
     kernel = kernel / kernel.sum(1, keepdim=True)
     a = (kernel.T - torch.eye(len(x))).numpy()
     a[0] = 1.0
-    law = np.linalg.solve(a, np.eye(len(x))[0])
-    return float(law @ (x**2).numpy())
+    return float(np.linalg.solve(a, np.eye(len(x))[0]) @ (x**2).numpy())
 
 
 def test_without_the_drift_the_target_is_the_gibbs_law_over_the_preconditioner():

@@ -27,8 +27,7 @@ def given_draws(monkeypatch, draws):
 def test_the_steps_are_the_papers(monkeypatch):
     """ZBAOABZ with a second gradient where the step ends, as it is published, against one gradient a step."""
     h, gamma, scale, m, M, alpha, T = 0.2, 0.7, 3.0, 0.2, 2.0, 1.5, 0.4
-    generator = torch.Generator().manual_seed(0)
-    xi = torch.randn(12, 5, generator=generator, dtype=DOUBLE)
+    xi = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
     given_draws(monkeypatch, [(x[:3], x[3:].reshape(2, 1)) for x in xi])
     tx = bc.samplers.samadams(h, gamma, temperature=T, gradient_scale=scale, slowest=m, fastest=M, alpha=alpha)
     x = torch.linspace(-1.0, 2.0, 5, dtype=DOUBLE)
@@ -180,8 +179,7 @@ def test_draws_are_the_parameters_that_their_weights_and_losses_belong_to(tmp_pa
         assert draws.is_weighted
         assert_bitwise_equal((draws.params["a"], draws.weights, draws.loss), (a, weights, losses))
         assert_bitwise_equal(draws.thin(2).weights, weights[::2])
-    thinned = sampled(burn_in=10, thinning=3)
-    assert_bitwise_equal(thinned.weights, weights[12::3])
+    assert_bitwise_equal(sampled(burn_in=10, thinning=3).weights, weights[12::3])
 
 
 def test_equally_weighted_draws_count_every_draw_by_its_weight():

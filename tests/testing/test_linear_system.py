@@ -19,8 +19,7 @@ ZEROS = torch.zeros(2, dtype=torch.float64)
 
 def test_heavy_ball_is_read_as_its_textbook_matrix_and_columns_that_nothing_reaches_are_not_probed():
     tx = bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
-    varied = torch.ones(4, dtype=torch.bool)
-    loop = closed_loop(tx, K, ZEROS, varied=varied)
+    loop = closed_loop(tx, K, ZEROS, varied=torch.ones(4, dtype=torch.bool))
     want = torch.cat([torch.cat([EYE - 0.1 * K, -0.09 * EYE], 1), torch.cat([K, 0.9 * EYE], 1)])
     torch.testing.assert_close(loop.A, want, rtol=0, atol=1e-14)
     assert loop.B.shape == (4, 0) and not closed_loop(tx, K, ZEROS).A.any()

@@ -42,8 +42,7 @@ def test_ties_of_whole_numbers_are_broken_evenly():
 
 
 def test_ranks_counts_and_statistic_are_those_by_hand():
-    ranks = torch.tensor([[0], [1], [2], [2], [2], [1]])
-    c = Calibration(ranks.repeat(4, 1), ["w"], 2)
+    c = Calibration(torch.tensor([[0], [1], [2], [2], [2], [1]]).repeat(4, 1), ["w"], 2)
     assert c.counts.tolist() == [[12], [12]] and c.expected.tolist() == [16.0, 8.0]  # ranks 0 and 1, and 2
     assert c.chi_squared.item() == pytest.approx(16 / 16 + 16 / 8)
     assert c.p_value == pytest.approx(0.0832645, abs=1e-6)
