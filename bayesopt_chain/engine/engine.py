@@ -275,7 +275,7 @@ class Engine:
         if kernel is None or (self.flags & (DECAYS | NESTEROV | DIVIDES) and not kernel.rounds_alike):
             return None
         present = _present(gradients if self.is_everything else [gradients[j] for j in self.where])
-        found = None if present == [] else self.constant or self._moves(entries, present)
+        found = None if present == [] else self.constant or self._moves(entries, present, self.block)
         if found is None or self.learner is None:
             return found
         root = kernel.roots[self.dtype]
@@ -307,13 +307,17 @@ class Engine:
         first, second = [float(f(count)) for f in part.corrections] or (1.0, 1.0)
         return numbers._replace(correction=first, square_correction=second, learns=learns)
 
-    def _moves(self, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
-        """The numbers of this step for a rate or a temperature that may change; ``None`` where one cannot be read."""
+    def _moves(self, entries: Sequence[Any], present: Sequence[int] | None, block: Numbers | None) -> Numbers | None:
+        """The numbers of this step for a rate or a temperature that may change; ``None`` where one cannot be read.
+
+        ``block``: those at many counts, which serve where all leaves have gradients. Another thread may change
+        :attr:`block` meanwhile.
+        """
         noise = entries[self.noise] if self.changes else None
         if noise is not None and not (noise.conditions and _is_readable(noise.conditions[0])):
             return None
-        if self.block is not None and present is None:
-            return self.block  # the kernel reads the counters
+        if block is not None and present is None:
+            return block  # the kernel reads the counters
         if noise is not None and self.axes and not (_are_equal(noise.conditions[0]) and _are_equal(noise.step)):
             return None
         rates, wide = self._rates(entries, present)
@@ -331,8 +335,10 @@ class Engine:
         is_one = len(rates) == 1 and present is None and not self.axes
         if is_one and is_constant and schedules.is_elementwise(self.step_size):
             k = entries[self.rate].count[0].item() // _BLOCK
-            self.block = Numbers(self.moves, 0, True, _values(self.step_size, k), temperature, k * _BLOCK, _BLOCK)
-            return self.block
+            block = self.block = Numbers(
+                self.moves, 0, True, _values(self.step_size, k), temperature, k * _BLOCK, _BLOCK
+            )
+            return block
         every = rates if len(rates) == 1 else _spread(rates, present, [0.0] * len(self.where))
         live = None if present is None else array("B", [k in present for k in range(len(self.where))])
         stride, adds = int(len(every) > 1), is_constant or temperature != 0
@@ -417,7 +423,7 @@ class Engine:
         if not (_are_like(g, self.forms, present) or (moves and _are_like(g := _dense(g), self.forms, present))):
             return None
         tensors = tuple([x for xs in found for x in xs]) if inplace else ()
-        known = self.known if inplace and self._are_known(tensors, present, moves) else None
+        known = self._same(tensors, present, moves) if inplace else None
         if known is None and not self._fit(found, present, inplace or not torch.is_grad_enabled()):
             return None
         flags = self.flags | MOVES * moves | ADDS * numbers.adds
@@ -448,16 +454,17 @@ class Engine:
             conditions=() if noise is None else noise.conditions,
         )
 
-    def _are_known(self, tensors: tuple[Tensor, ...], present: Sequence[int] | None, moves: bool) -> bool:
-        """Whether a step in place gets the tensors of the last one, and nobody has replaced a ``.data``."""
+    def _same(self, tensors: tuple[Tensor, ...], present: Sequence[int] | None, moves: bool) -> _Known | None:
+        """The last step in place if this one gets its tensors, and nobody has replaced a ``.data``."""
         known = self.known
-        return (
+        is_same = (
             known is not None
             and len(tensors) == len(known.tensors)
             and all(map(is_, tensors, known.tensors))
             and (present, moves) == known[2:4]
             and all(map(Tensor.is_set_to, tensors, known.views))
         )
+        return known if is_same else None
 
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
@@ -545,7 +552,7 @@ class Engine:
         kernel: Any = sweep_kernel()
         if kernel.sweep[self.dtype](job + numbers_of(*moves, *learned, *numbers[4:7], flags, threads)):
             self.block = None  # the counters are not in it, or differ; nothing is done yet
-            now: Any = self._moves(entries, None)
+            now: Any = self._moves(entries, None, None)
             now = now._replace(learned=numbers.learned, learned_stride=numbers.learned_stride, root=numbers.root)
             self._run(job, now, flags, entries)
 

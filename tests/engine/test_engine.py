@@ -2,7 +2,10 @@
 
 import copy
 import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import optree
 import pytest
@@ -144,25 +147,33 @@ def test_the_numbers_of_a_schedule_are_those_of_the_law_in_every_bit(
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", ["momentum", "sghmc", "adam"])
-def test_a_step_finds_the_rate_of_its_counters_whatever_state_the_last_one_had(name, inplace):
+def test_a_step_finds_the_rate_of_its_counters_whatever_state_the_last_one_had_in_any_thread(name, inplace, request):
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
     tx, grads = CHAINS[name](bc.schedules.cosine(0.05, 3000), 0.3), [torch.ones(3), torch.ones(2)]
 
-    def interleaved():
+    def interleaved(in_turn):
         torch.manual_seed(0)
         params = [[torch.zeros(3), torch.zeros(2)] for _ in range(5)]
         states = [*map(tx.init, params)]
         for state, counts in zip(states, [(0, 0), (1022, 1022), (5, 1023), (1023, 5), (2**40, 2**40)]):
             for count, n in zip(state[-1].count, counts):
                 count.fill_(n)
-        for _ in range(4):
-            for k, state in enumerate(states):
-                u, states[k] = tx.update(copy.deepcopy(grads), state, params=params[k], inplace=inplace)
+
+        def turn(k):
+            for _ in range(10):
+                u, states[k] = tx.update([*map(torch.clone, grads)], states[k], params=params[k], inplace=inplace)
                 params[k] = torchopt.apply_updates(params[k], u, inplace=inplace)
+
+        for _ in range(8):
+            assert [*in_turn(turn, range(5))] == [None] * 5
         return optree.tree_leaves((params, states))
 
     with link_by_link():
-        want = interleaved()
-    assert all(map(torch.equal, interleaved(), want))
+        want = interleaved(map)
+    with ThreadPoolExecutor(5) as pool:
+        for in_turn in (map, pool.map):
+            assert all(map(torch.equal, interleaved(in_turn), want))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
