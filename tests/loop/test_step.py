@@ -46,7 +46,7 @@ def test_a_step_is_gradient_update_and_apply():
     grads = dict(zip(wanted, torch.autograd.grad(value, list(wanted.values()))))
     updates, _ = tx.update(grads, state, params=params, inplace=False)
     assert_bitwise_equal(new, torchopt.apply_updates(params, updates, inplace=False))
-    assert info.loss == value.detach() and info.aux == ()
+    assert info.loss == value.detach() and info.aux == () == info.observed
 
 
 def test_it_is_pure_detached_and_repeatable():
@@ -363,12 +363,6 @@ def test_the_observed_is_of_the_parameters_and_the_gradient_before_the_step(kind
         )
         assert torch.equal(seen["w"], w) and torch.equal(seen["part"], w[..., 1:]) and torch.equal(info.aux, w)
         assert torch.allclose(seen["slope"], 3 * batch * w**2, rtol=1e-14) and bool((seen["batch"] == batch).all())
-
-
-def test_a_step_without_it_reports_nothing():
-    params = {"w": torch.ones(2)}
-    step = bc.make_step(cubic, bc.sgd(0.1))
-    assert step(params, step.init(params), 1.0)[2].observed == ()
 
 
 NAN, INF = float("nan"), float("inf")

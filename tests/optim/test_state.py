@@ -288,9 +288,10 @@ def test_a_run_on_disk_goes_on_in_another_process_with_a_fresh_optimizer(name, s
     assert got.complete and torch.equal(flat(got[-1]), flat(want[-1])) and torch.equal(got.loss, want.loss)
 
 
-def test_the_state_holds_tensors_only():
-    step = built("SGHMC", "cosine")
+def test_the_state_holds_tensors_only_and_the_global_generator_is_left_alone():
+    step, before = built("SGHMC", "cosine"), torch.get_rng_state()
     tree: Any = step(step.params, step.state, BATCH)[1]
+    assert torch.equal(before, torch.get_rng_state())
     assert all(torch.is_tensor(x) for x in optree.tree_leaves(tree))
 
 
@@ -307,13 +308,6 @@ def test_it_is_an_ordinary_loop_where_the_model_draws_nothing():
         descend(optimizers[1], models[1](x).square().mean())
     assert all(torch.equal(p, q.detach()) for p, q in zip(params.values(), models[1].parameters()))
     assert info.aux == {"size": 2}
-
-
-def test_the_global_generator_is_left_alone():
-    step = built("SGHMC", None)
-    before = torch.get_rng_state()
-    step(step.params, step.state, BATCH)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_foreign_params_and_losses_of_something_else_are_refused_with_both_sides_named():
