@@ -263,7 +263,8 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         Raises:
             NotFittedError: before :meth:`fit`.
         """
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        p = self.predict_proba(X)  # refuses what is not fitted
+        return self.classes_[p.argmax(1)]
 
 
 def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Module:
