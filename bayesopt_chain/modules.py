@@ -364,16 +364,16 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
 def peeked(
     loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any] | None = None
 ) -> tuple[Any, Iterable, int | None]:
-    """Read the first batch; ``read`` makes a pair of each, by default :func:`as_pair`.
+    """Read the first of batches that hold each datum once; ``read`` makes a pair of each, by default :func:`as_pair`.
 
     Returns:
-        The first batch, all of them, and how many, ``None`` where that is not known.
+        The first batch, all of them, and about how many, ``None`` where that is not known.
 
     Raises:
         ValueError: there is none, or it is no pair (inputs, targets) and no mapping with labels.
     """
     loader = as_batches(loader)
-    rest = map(read or as_pair, loader)
+    rest = map(read or as_pair, batches.each_once(loader))
     first = next(rest, None)
     if first is None:
         raise ValueError(f"{who}: the loader has no batches")

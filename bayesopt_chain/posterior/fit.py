@@ -406,7 +406,7 @@ class FittedLaplace:
         Returns:
             A new fit; this one stays as it is.
         """
-        _, every, total = peeked(each_once(loader), read=self.model.how.read)
+        _, every, total = peeked(loader, read=self.model.how.read)
         new = self.model.run_over(every, progress, total)
         seen = both(self.seen, new)
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
@@ -639,7 +639,7 @@ def fit_laplace(
         )
     _require_options("fit_laplace", options, "subset=")
     read = Reader(module_or_forward)
-    first, every, total = peeked(each_once(loader), read=read)
+    first, every, total = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     with checks.blaming("fit_laplace", "loader"):
         model = make_model(module_or_forward, params, first, how)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
+from bayesopt_chain.modules import peeked
 from tests.posterior.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -512,6 +513,10 @@ def test_epochs_that_leave_data_out_are_read_whole_and_in_order():
     """Of 7 data in batches of 3 an epoch gives 6."""
     model, (x, y), likelihood = module(), (z[:7] for z in classes()), bc.likelihoods.categorical()
     data = bc.epochs((x, y), 3)
+    _, every, total = peeked(
+        data
+    )  # about how many decides how many labels are sampled, and none is taken from an epoch
+    assert (total, len([*every]), data.offset) == (2, 3, 0)
     fitted = bc.fit_laplace(model, likelihood, [(x, y)])
     torch.testing.assert_close(bc.fit_laplace(model, likelihood, data).log_evidence, fitted.log_evidence)
     assert fitted.refit(data).seen.precision.count == 14
