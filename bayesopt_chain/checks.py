@@ -392,6 +392,8 @@ def finite_data(what: str, numbers: Tensor) -> None:
         Traceback (most recent call last):
         ValueError: query: outputs are NaN or infinite for 1 of 2 data, number 1 first: leave these data out
     """
+    if bool(numbers.sum().isfinite()):  # no sum is where an entry is not, and it takes an eighth of the time
+        return
     wrong = ~numbers.flatten(1).isfinite().all(1) if numbers.ndim > 1 else ~numbers.isfinite()
     if bool(wrong.any()):
         raise ValueError(
