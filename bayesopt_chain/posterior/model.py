@@ -265,9 +265,8 @@ def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> Model:
     module = unwrapped(module)
     require_eval(module)
     forward, own, buffers = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
-    forward.held = (
-        buffers  # the statistics that belong to these parameters, whatever the module is trained to afterwards
-    )
+    # the statistics that belong to these parameters, whatever the module is trained to afterwards
+    forward.held = buffers
     chosen = own if params is None else params
     for name, p in own.items():
         if name in chosen and chosen[name].shape != p.shape:
