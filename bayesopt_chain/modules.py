@@ -512,8 +512,10 @@ def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
 def require_eval_mode(module: nn.Module, who: str) -> None:
     """Raise for layers in training mode that mix data or draw there."""
     for name, layer in module.named_modules():
-        drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
-        if layer.training and (drops or isinstance(layer, (BatchNorm, nn.modules.dropout._DropoutNd))):
+        if layer.training and (
+            isinstance(layer, (BatchNorm, nn.modules.dropout._DropoutNd))
+            or (isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0)
+        ):
             raise ValueError(
                 f"{who}: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "
                 "others or on chance: call module.eval() first"

@@ -1107,6 +1107,8 @@ class Grouping(NamedTuple):
         """
         if covariance.ndim == 2:
             return self.split(covariance)
+        if self.order is None and not self.positions:  # one target has all outputs
+            return covariance
         own = self.split(torch.arange(covariance.shape[1], device=covariance.device)[None])[0]
         return covariance[:, own[..., :, None], own[..., None, :]]
 

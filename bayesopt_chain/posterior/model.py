@@ -27,7 +27,15 @@ from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules import Forward, as_pair, logits_of, make_functional, require_eval, with_progress
+from bayesopt_chain.modules import (
+    Forward,
+    as_pair,
+    logits_of,
+    make_functional,
+    require_eval,
+    require_eval_mode,
+    with_progress,
+)
 from bayesopt_chain.posterior._linearized import linearized_by
 from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.last_layer import (
@@ -149,7 +157,7 @@ class Model:
         source = getattr(self.how.read, "module", None)
         module = source.module if isinstance(source, Forward) else source
         if isinstance(module, nn.Module):
-            require_eval(module)
+            require_eval_mode(module, "fit_laplace")
         if self.features_of is not None:
             features, targets = batch if isinstance(batch, HeadBatch) else self.features_of(batch)
             return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
