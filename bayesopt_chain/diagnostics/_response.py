@@ -203,11 +203,12 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
         ValueError: the elements act on each other, as a dense preconditioner makes them.
     """
     if not any(isinstance(link.response, Preconditioner) for link in tx.links):
-        each = [*zip(polynomials(tx, state), optree.tree_leaves(params, none_is_leaf=True))]
-        # negative, as in an impulse of the chain, where it climbs; one number, however many leaves have it
-        numbers = {(x.b[0], p.device) for x, p in each if p is not None}
-        known = {key: torch.tensor(key[0], dtype=torch.float64, device=key[1]) for key in numbers}
-        return [known[x.b[0], p.device].expand(p.shape) for x, p in each if p is not None]
+        # one number for all elements; negative, as in an impulse of the chain, where it climbs
+        return [
+            torch.full((), x.b[0], dtype=torch.float64, device=p.device).expand(p.shape)
+            for x, p in zip(polynomials(tx, state), optree.tree_leaves(params, none_is_leaf=True))
+            if p is not None
+        ]
     entries = [_at_rest(link, entry) for link, entry in zip(tx.links, state)]
     one = OneUpdate(tx, params, State(entries, state.layout))
     generator = torch.Generator().manual_seed(0)

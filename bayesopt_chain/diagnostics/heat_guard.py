@@ -18,9 +18,10 @@ the share ``4 sqrt((n - 1) / k)`` of that. A full window reads the last 80 steps
 
 A window reads gradients and parameters in the elements ``A`` in which the first gradient is largest, in at most 12 stretches of
 leaves: 4096, or one in 160 where that is more. That is a little more than one gradient in 86 steps, finding ``A`` is one, and
-six norms that tell a clip are six. What it reads is a lower bound of the heat: ``C_AA`` is a principal submatrix of ``C``,
-whose largest eigenvalue is at most that of ``C`` (Cauchy's interlacing), and at least the share ``|u_A|^2`` of it for the worst
-direction ``u``. So models of up to 4096 elements in 32 leaves are read as they are; larger ones warn later, never more often.
+the norms that tell a clip, taken as long as most are alike, are at most six. What it reads is a lower bound of the heat:
+``C_AA`` is a principal submatrix of ``C``, whose largest eigenvalue is at most that of ``C`` (Cauchy's interlacing), and at
+least the share ``|u_A|^2`` of it for the worst direction ``u``. So models of up to 4096 elements in 32 leaves are read as they
+are; larger ones warn later, never more often.
 
 Of a chain the response of the links, ``F = b / a``, gives ``lr_eff = F(1)``, the momentum ``mu = -a_1 / a_0`` and how far a
 gradient moves an element in its own step, ``b_0 / a_0``; behind a preconditioner an impulse through ``tx.update`` gives that of
@@ -57,11 +58,10 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -80,6 +80,7 @@ from bayesopt_chain.diagnostics._response import (
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
+from bayesopt_chain.trees import leaves_of
 
 SHORT = 6  # first steps of a window, after which it may end; a full one reads those behind them
 WINDOW = 80  # steps after these of a full window
@@ -273,7 +274,7 @@ class HeatGuard:
             return
         self._steps += 1
         w = self._window
-        here = {x.key: x for x in leaves(w.wanted if w else ()) if x.key not in self._absent}
+        here = {x.key: x for x in leaves(w.wanted if w else ()) if x.key not in self._absent and x.rate}
         if w is None and here:
             w = self._window = Window([*here.values()])
         missing = w.leaves.keys() - here.keys() if w else set[int]()
@@ -301,21 +302,15 @@ class HeatGuard:
     def _read(self, w: Window, here: dict[int, Leaf]) -> None:
         """Read a window that is complete, or has its first steps and may end."""
         G, X = w.sketch.read()[:, -WINDOW:]
-        norms, leaves = torch.stack(w.norms).double().cpu(), [*w.leaves.values()]
-        rates, temperatures = torch.tensor(w.rates[-WINDOW:], dtype=torch.float64, device="cpu").T
-        centred = G - G.mean(0)
-        if not math.isfinite(float(centred.square().sum() + norms.sum())):
+        centred, leaves = G - G.mean(0), [*w.leaves.values()]
+        spread, hotness = float(centred.square().sum()), [rate / temperature for rate, temperature in w.rates[-WINDOW:]]
+        if not math.isfinite(spread + sum(w.norms)):
             self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
         elif len(w.rates) in ENDS:
-            each = torch.linalg.eigvalsh(centred @ centred.T)
+            each = torch.linalg.eigvalsh(centred @ centred.T).tolist()
             # the units of the sketch are those of the window's first step
-            growth = (rates / temperatures).max() * leaves[0].temperature / leaves[0].rate
-            bound = float(growth * (each[-1] - each[1])) / (len(G) - 1)
-            if (
-                len(G) == SHORT
-                and _is_clipped(norms, here[leaves[0].key].gradient.dtype)
-                and float(each.sum()) > 1e-6 * float(G.square().sum())
-            ):
+            bound = max(hotness) / hotness[0] * (each[-1] - each[1]) / (len(G) - 1)
+            if len(G) == SHORT and w.is_clipped and spread > 1e-6 * float(G.square().sum()):
                 self._warn(
                     "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows "
                     "clipped gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping "
@@ -328,6 +323,7 @@ class HeatGuard:
         else:
             filled = (G != 0).any(0)  # small models fill few buckets
             momentum = max([x.momentum for x in leaves])
+            rates, temperatures = torch.tensor(w.rates[-WINDOW:], dtype=torch.float64, device="cpu").T
             heat = read_heat(
                 G[:, filled],
                 X[:, filled],
@@ -336,9 +332,9 @@ class HeatGuard:
                 rates / leaves[0].rate,
                 temperatures / leaves[0].temperature,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                elements=int(w.sketch.newest[0].count_nonzero()),
+                elements=int(w.sketch.newest.chunk(2)[0].count_nonzero()),
             )._replace(end=self._steps)
-            self._judge(heat, float((rates / temperatures).mean()), momentum)
+            self._judge(heat, sum(hotness) / len(hotness), momentum)
         self._close()
 
     def _judge(self, heat: Heat, rate: float, momentum: float) -> None:
@@ -371,11 +367,10 @@ def least(above: float, end: int) -> float:
     return above + EARLY * (96 / end) ** 2
 
 
-def _is_clipped(norms: Tensor, dtype: torch.dtype) -> bool:
-    """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""
-    middle = float(norms.median())
-    alike = (norms - middle).abs() < max(1e-5 * middle, 1.1e-6)
-    return middle > 4e-4 and float(alike.double().mean()) > 0.5 and dtype.itemsize >= 4
+def _are_clipped(norms: Sequence[float]) -> bool:
+    """Whether most norms are their median; torch divides by the norm plus 1e-6."""
+    middle = sorted(norms)[(len(norms) - 1) // 2]
+    return middle > 4e-4 and sum([abs(x - middle) < max(1e-5 * middle, 1.1e-6) for x in norms]) > len(norms) / 2
 
 
 Rule = tuple[float, float, float, float, float | Tensor]
@@ -398,7 +393,7 @@ class _Chain:
     """
 
     def __init__(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
-        tensors: list[Any] = optree.tree_leaves(grads)
+        tensors = [x for x in leaves_of(grads)[0] if x is not None]
         if not all([isinstance(x, Tensor) for x in tensors]):
             raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {checks.short(grads)}")
         if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
@@ -411,7 +406,7 @@ class _Chain:
 
     def leaves(self, params: Any, grads: Any, keys: Collection[int]) -> list[Leaf]:
         """The leaves with these numbers, or all, as far as they have noise and a dense gradient."""
-        grads, params = (optree.tree_leaves(x, none_is_leaf=True) for x in (clipped(self.clips, grads), params))
+        grads, params = (leaves_of(x)[0] for x in (clipped(self.clips, grads), params))
         return [
             Leaf(j, grads[j], params[j], *self.rules[j])
             for j in keys or self.rules
@@ -426,7 +421,7 @@ def _rules(tx: Any, params: Any, state: Any) -> dict[int, Rule]:
         ValueError: the elements act on each other, as behind a dense preconditioner.
     """
     tx, state = inner(tx, state)
-    levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
+    levels, leaves = levels_of(tx, state), leaves_of(params)[0]
     numbers = [j for j, p in enumerate(leaves) if p is not None]
     each, known, out = polynomials(tx, state) if levels else [], dict[Any, Rule | None](), dict[int, Rule | None]()
     for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
@@ -443,18 +438,17 @@ def _rules(tx: Any, params: Any, state: Any) -> dict[int, Rule]:
 
 def _rule(x: Polynomials, temperature: float, gain: Tensor) -> Rule | None:
     """The rule of a leaf from its response, and how far a unit gradient moves each element at once; ``None`` if some stay."""
-    climbs = bool((gain < 0).any())
-    if not bool(((gain > 0) ^ climbs).all()):
+    low, high = map(float, gain.aminmax())
+    if not (low > 0.0 or high < 0.0):
         return None
     first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
-    each = gain.abs() / first  # lr_eff P
-    rate = float(each.mean())
-    is_one = float(each.max() - each.min()) <= 1e-6 * float(each.max())
-    root = 1.0 if is_one else (each / rate).sqrt().float()
-    return rate, temperature, momentum, first, -root if climbs else root
+    mean = float(gain.mean())
+    root = 1.0 if high - low <= 1e-6 * max(high, -low) else (gain / mean).sqrt().float()
+    return abs(mean) / first, temperature, momentum, first, root if low > 0.0 else -root  # lr_eff P = |gain| / first
 
 
 BUCKETS = 256
+TOGETHER = 2**18  # numbers that a sketch adds up at once
 FEW = 4096  # elements which a window may read of any model
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
@@ -679,23 +673,26 @@ def loudest(seen: Sequence[Leaf]) -> dict[int, Tensor | None]:
     total = sum([x.gradient.numel() for x in seen])
     if len(seen) <= LEAVES and total <= FEW:
         return {x.key: None for x in seen}
-    each, norms = max(FEW, total // SHARE) // STRETCHES, list[Tensor]()
-    found = list[tuple[Leaf, int, int]]()
+    each = max(FEW, total // SHARE) // STRETCHES
+    # of each stretch its leaf and first element, its norm, and what that is multiplied by
+    found, norms, units = list[tuple[Leaf, int]](), list[Tensor](), list[float]()
     for x in seen:
         n, g = x.gradient.numel(), (x.gradient * x.root if isinstance(x.root, Tensor) else x.gradient).reshape(-1)
-        found += [(x, low, min(low + each, n)) for low in range(0, n, each)]
+        rest, unit = n % each, math.sqrt(x.rate / x.temperature)
         if n >= each:
-            norms.append(torch.linalg.vector_norm(g[: n - n % each].view(n // each, each), dim=1))
-        if n % each:
-            norms.append(torch.linalg.vector_norm(g[n - n % each :])[None])
-    loud = torch.cat([x.to(norms[0].device) for x in norms]).double().cpu()
-    units, counts = torch.tensor(
-        [[math.sqrt(x.rate / x.temperature), high - low] for x, low, high in found], dtype=torch.float64, device="cpu"
-    ).T
-    order = (units * loud / counts.sqrt()).argsort(descending=True).tolist()
+            norms.append(torch.linalg.vector_norm(g[: n - rest].view(-1, each), dim=1))
+            units += [unit / math.sqrt(each)] * (n // each)
+        if rest:
+            norms.append(torch.linalg.vector_norm(g[n - rest :], keepdim=True))
+            units.append(unit / math.sqrt(rest))
+        found += zip(repeat(x), range(0, n, each))
+    loud = torch.cat([x.to(norms[0].device) for x in norms]).cpu()
+    order = (loud * torch.tensor(units, dtype=torch.float64, device="cpu")).argsort(descending=True)
     out = dict[int, list[Tensor]]()
-    for x, low, high in (found[k] for k in sorted(order[:STRETCHES])):
-        out.setdefault(x.key, []).append(torch.arange(low, high, device=x.gradient.device))
+    for x, low in (found[k] for k in sorted(order[:STRETCHES].tolist())):
+        out.setdefault(x.key, []).append(
+            torch.arange(low, min(low + each, x.gradient.numel()), device=x.gradient.device)
+        )
     return {key: torch.cat(parts) for key, parts in out.items()}
 
 
@@ -712,7 +709,8 @@ class Window:
         elements: what is read of these parameters, as :func:`loudest` says.
         sketch: of their gradients, times ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own noise has variance 1, and of
             the parameters, over ``2 T s``.
-        norms: of the gradients of all parameters, in the first steps.
+        norms: of the gradients of all parameters, in the first steps, as long as most are alike.
+        is_clipped: whether they are, of 32 bits or more; half precision has few norms anyway.
         rates: of each step, rate and temperature of the first of the leaves.
     """
 
@@ -722,17 +720,22 @@ class Window:
         scales, sizes = list[Tensor](), list[Tensor]()
         for key, elements in self.elements.items():
             x = by_key[key]
-            root = torch.as_tensor(x.root, dtype=torch.float64, device=x.gradient.device).expand(x.gradient.shape)
-            scales.append(math.sqrt(x.rate / (2.0 * x.temperature)) * _some(root, elements).reshape(-1))
-            sizes.append(0.5 / (x.temperature * scales[-1].abs()))
+            n = x.gradient.numel() if elements is None else len(elements)
+            scale = math.sqrt(x.rate / (2.0 * x.temperature)) * x.root
+            for factors, factor in ((scales, scale), (sizes, 0.5 / (x.temperature * abs(scale)))):
+                factors.append(
+                    _some(factor.double(), elements).reshape(-1)
+                    if isinstance(factor, Tensor)
+                    else torch.full((n,), factor, dtype=torch.float64, device=x.gradient.device)
+                )
         self.sketch, nothing = Sketch(scales, sizes), torch.zeros(0, device="cpu")
         self.leaves = {key: by_key[key]._replace(gradient=nothing, param=nothing, root=1.0) for key in self.elements}
-        self.norms, self.rates = list[Tensor](), list[tuple[float, float]]()
+        self.norms, self.rates, self.is_clipped = list[float](), list[tuple[float, float]](), True
 
     @property
     def wanted(self) -> Collection[int]:
         """The keys of the parameters that are needed in the next step."""
-        return self.keys if len(self.norms) < SHORT else self.leaves.keys()
+        return self.keys if self.is_clipped and len(self.norms) < SHORT else self.leaves.keys()
 
     def add(self, here: dict[int, Leaf]) -> None:
         """Take a step, in which these are the leaves by their keys."""
@@ -742,8 +745,9 @@ class Window:
         self.sketch.add(
             [_some(x.gradient, elements) for x, elements in each], [_some(x.param, elements) for x, elements in each]
         )
-        if len(self.norms) < SHORT:
-            self.norms.append(torch.nn.utils.get_total_norm([x.gradient for x in here.values()]))
+        if self.is_clipped and len(self.norms) < SHORT:
+            self.norms.append(float(torch.nn.utils.get_total_norm([x.gradient for x in here.values()])))
+            self.is_clipped = first.gradient.dtype.itemsize >= 4 and _are_clipped(self.norms)
 
 
 def _some(x: Tensor, elements: Tensor | None) -> Tensor:
@@ -761,11 +765,13 @@ class Sketch:
         factors: of the elements, in vectors, for each of several sketches.
 
     Attributes:
-        newest: the elements of the last step, a row for each sketch.
+        rows: the elements of the last steps, of one sketch after the other, which wait to be added up together, as the steps of
+            a small model take less time than a call.
+        newest: those of the last step that was read.
     """
 
     def __init__(self, *factors: Sequence[Tensor]) -> None:
-        self.steps, device = list[Tensor](), factors[0][0].device
+        self.rows, self.steps, device = list[Tensor](), list[Tensor](), factors[0][0].device
         self.is_spread = len({x.device for x in factors[0]}) > 1
         weights = torch.stack([torch.cat([x.to(device) for x in each]) for each in factors])
         self.tail = torch.zeros(-weights.shape[1] % BUCKETS, device=device)  # fills the last row of buckets
@@ -779,9 +785,17 @@ class Sketch:
         row = flattened(
             [x.to(self.tail.device) if self.is_spread else x for each in tensors for x in (*each, self.tail)]
         )
-        self.newest = row.view(len(tensors), -1)
-        self.steps.append((row.view(self.weights.shape) * self.weights).sum(-2))
+        if len(self.rows) * len(row) >= TOGETHER:
+            self._add_up()
+        self.rows.append(row)
+
+    def _add_up(self) -> None:
+        """Add up the rows that wait."""
+        rows, self.newest = torch.stack(self.rows).view(-1, *self.weights.shape), self.rows[-1]
+        self.steps.append((rows * self.weights).sum(-2))
+        self.rows.clear()
 
     def read(self) -> Tensor:
-        """The buckets of all steps, ``[sketches, steps, 256]``, in float64 on the CPU."""
-        return torch.stack(self.steps, 1).cpu()
+        """The buckets of all steps, ``[sketches, steps, 256]``, in float64 on the CPU; once after each step at most."""
+        self._add_up()
+        return torch.cat(self.steps).transpose(0, 1).cpu()

@@ -148,13 +148,13 @@ class Heating:
 
     def __str__(self) -> str:
         source = "assumed: C = K T H, a well-specified model" if self.assumed else "given"
+        rows = zip(self.kappa.tolist(), self.rho.tolist(), self.excess.tolist(), self.at_end.tolist())
         lines = [
             f"minibatch heating, {self.order} batches, {self.steps_per_epoch:.6g} steps an epoch; curvature {source}",
             f"worst direction: variance +{self.worst:.1%} on average over an epoch",
             "  kappa     rho       mean      at end",
+            *["  {:<9.3g} {:<9.3g} {:<+9.1%} {:<+9.1%}".format(*row) for row in rows],
         ]
-        for row in zip(self.kappa.tolist(), self.rho.tolist(), self.excess.tolist(), self.at_end.tolist()):
-            lines.append("  {:<9.3g} {:<9.3g} {:<+9.1%} {:<+9.1%}".format(*row))
         return "\n".join(lines)
 
 
@@ -245,10 +245,10 @@ def heating(
 
 def _gradients(noise: GradientNoise) -> Iterator[Any]:
     """The gradients of the batches that noise was measured on, to a share of ``1 / m`` where they are of several epochs."""
-    for i in range(noise.batches):
-        yield optree.tree_map(
-            lambda mean, rows, i=i: mean + rows[i] * math.sqrt(noise.batches - 1), noise.mean, noise.rows
-        )
+    return (
+        optree.tree_map(lambda mean, rows, i=i: mean + rows[i] * math.sqrt(noise.batches - 1), noise.mean, noise.rows)
+        for i in range(noise.batches)
+    )
 
 
 NO_MAP = (  # why draws cannot be cooled: the first that holds
@@ -272,9 +272,8 @@ NO_MAP = (  # why draws cannot be cooled: the first that holds
 
 def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Callable[[Any], Any]:
     """The map of :meth:`Heating.cool`, of a tree of leaves ``[n, *leaf.shape]``: by ``A`` about their mean."""
-    variance = full.diagonal()
-    half = variance.sqrt()
-    m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(variance)) * half)
+    half = full.diagonal().sqrt()
+    m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(full.diagonal())) * half)
     transport = half[:, None] * ((P / m.sqrt()) @ P.T) * half
     directions = optree.tree_leaves(unflatten(closed.V.T.to(system.bases[0]) @ torch.cat(system.bases), system.like))
     change = (transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device)
@@ -323,11 +322,10 @@ def reduce(
 ) -> Reduced:
     """Project curvature and noise onto the span of their largest directions, the curvature's found in so many products."""
     like, rank = noise.mean, len(noise.eigenvalues)
-    roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
-    rows = flatten(noise.rows, like).to(dtype)
-    roots = roots.to(rows)
-    rows = rows * roots
+    gains = optree.tree_unflatten(optree.tree_structure(like), response.gains)
+    roots = flatten(gains, like).sqrt().to(dtype)
+    rows = flatten(noise.rows, like).to(dtype) * roots
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])
     span = principal(total, rank)

@@ -162,6 +162,11 @@ def test_heat_is_seen_among_elements_without_gradient_and_in_many_directions(liv
     assert not white(cold, 0.05, n, steps=300) and all(abs(heat.rho) < 1.0 for heat in cold.readings if heat.ringing)
 
 
+def test_a_window_waits_for_a_learning_rate():
+    guard = HeatGuard()
+    assert len(white(guard, 9.0, steps=300, rate=lambda t: float(t > 10))) == 1 == len(guard.readings)
+
+
 def two_leaves(guard, hot, cold, n, others=()):
     """The same of eight elements beside ``n`` others, of these variances."""
     leaves = [(cold, torch.zeros(n // 100, 100), 1), (hot, torch.zeros(8), 1), *[(cold, x, 1) for x in others]]
@@ -169,14 +174,15 @@ def two_leaves(guard, hot, cold, n, others=()):
 
 
 def test_a_window_reads_at_most_eight_gradients_and_finds_a_small_leaf_that_is_hot(monkeypatch):
-    """Six norms, one to choose, one in 86 steps of both; a hot leaf beside 160,000 elements is read as if alone."""
-    read, add = [], Sketch.add
+    """Two norms that differ, one to choose, one in 86 steps of both; a hot leaf beside 160,000 elements is read as if alone."""
+    read, add, norms, norm = [], Sketch.add, [], nn.utils.get_total_norm
+    monkeypatch.setattr(nn.utils, "get_total_norm", lambda xs: norms.append(len(xs)) or norm(xs))
     monkeypatch.setattr(
         Sketch, "add", lambda self, *xs: read.extend(sum(map(torch.numel, x)) for x in xs) or add(self, *xs)
     )
     guard = HeatGuard()
     assert len(two_leaves(guard, 9.0, 1e-4, 160_000)) == 1 and 6 < guard.readings[-1].rho < 20
-    assert len(read) == 2 * 86 and sum(read) <= 2 * 86 * 4096
+    assert norms == [2, 2] and len(read) == 2 * 86 and sum(read) <= 2 * 86 * 4096
     assert not two_leaves(HeatGuard(), 0.05, 1e-4, 160_000)
 
 
@@ -549,6 +555,6 @@ def test_copies_begin_anew_and_keep_their_settings():
     for copied in (copy.deepcopy(optimizer).heat_guard, pickle.loads(pickle.dumps(optimizer)).heat_guard):
         assert copied._steps == 0 and copied._window is None and (copied.above, copied.who) == (2.0, "SGHMC")
         assert copied is not optimizer.heat_guard and copied.steps_per_epoch == 30
-    assert optimizer.heat_guard._window.sketch.steps  # nothing of the window that is open was lost by copying
+    assert optimizer.heat_guard._window.sketch.rows  # nothing of the window that is open was lost by copying
     without = bc.optim.SGHMC([nn.Parameter(torch.zeros(1))], 0.1, temperature=0.01, heat_guard=None)
     assert copy.deepcopy(without).heat_guard is None
