@@ -113,6 +113,16 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> 
         raise ValueError(f"{what} is no tree like the parameters, nor a prefix of one: {err}") from None
 
 
+def outline(structure: optree.PyTreeSpec) -> str:
+    """Write a structure as its containers would be written, with a star for each leaf.
+
+    Example:
+        >>> outline(optree.tree_structure({"w": 0, "b": (1, 2)}))
+        "{'b': (*, *), 'w': *}"
+    """
+    return repr(structure.unflatten(["*"] * structure.num_leaves)).replace("'*'", "*")
+
+
 def size(tree: Tree) -> int:
     """Count the numbers in a tree."""
     return sum(leaf.numel() for leaf in optree.tree_leaves(tree))
@@ -185,7 +195,9 @@ def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> No
     """Raise unless ``tree`` is like ``like``; the message calls it ``name`` and says which leaf differs."""
     structure, wanted = optree.tree_structure(tree), optree.tree_structure(like)
     if structure != wanted:
-        raise ValueError(f"{name} has the tree {structure}, not {wanted}: pass a tree with the structure of the params")
+        raise ValueError(
+            f"{name} has the tree {outline(structure)}, not {outline(wanted)}: pass a tree with the structure of the params"
+        )
     for path, leaf, other in zip(paths(like), optree.tree_leaves(tree), optree.tree_leaves(like)):
         tail = leaf.shape[leaf.ndim - other.ndim :] if batched and leaf.ndim >= other.ndim else leaf.shape
         if tail != other.shape:
@@ -326,7 +338,9 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     tree: Tree = value
     values, given = optree.tree_flatten(tree)
     if given != structure:
-        raise ValueError(f"{name} has the tree {given}, not {structure}: pass a number, or a tree like the params")
+        raise ValueError(
+            f"{name} has the tree {outline(given)}, not {outline(structure)}: pass a number, or a tree like the params"
+        )
     spread_out = []
     for path, entry, leaf in zip(paths(like), values, leaves):
         entry = as_tensor(entry, wide(leaf.dtype), leaf.device)

@@ -456,7 +456,11 @@ def _take(tree: Any, i: int | slice) -> Any:
 
 
 @checks.takes(
-    step=checks.FUNCTION,
+    step=checks.Kind(
+        lambda x: checks.FUNCTION.fits(x) and not hasattr(x, "backend"),
+        "a function of (params, state, batch), and no captured step, whose buffers all chains would share",
+        hint="make parallel chains of captured.step, and capture these",
+    ),
     n=checks.WHOLE,
     each=checks.MAPPING.or_none(),
     chunk=checks.WHOLE.or_none(),

@@ -19,7 +19,7 @@ from bayesopt_chain import _torch, batches
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info
-from bayesopt_chain.trees import has_leaves
+from bayesopt_chain.trees import has_leaves, outline
 
 
 class Slots:
@@ -154,7 +154,7 @@ class Batch:
         self.written = {x.untyped_storage().data_ptr() for x in static}
         if dim is not None:
             for n, x in enumerate(self.leaves):
-                if torch.is_tensor(x) and x.shape[dim] != steps:
+                if torch.is_tensor(x) and (dim not in range(-x.ndim, x.ndim) or x.shape[dim] != steps):
                     raise ValueError(f"capture: batch, leaf {n}: {describe(x)} has no {steps} steps along axis {dim}")
         self.strides = [x.stride() if torch.is_tensor(x) else None for x in self.leaves]
         self.last: tuple[list, list[Tensor] | None, list[Tensor]] = ([], None, [])
@@ -240,8 +240,11 @@ def leaves_like(tree: Any, spec: optree.PyTreeSpec, what: str) -> list[Any]:
     with suppress(ValueError):
         leaves = spec.flatten_up_to(tree)
     if not optree.all_leaves(leaves, namespace=spec.namespace):
-        found = optree.tree_structure(tree, namespace=spec.namespace)
-        raise ValueError(f"capture: {what}: the structure is {found}, captured was {spec}; capture again")
+        given, captured = map(outline, (optree.tree_structure(tree, namespace=spec.namespace), spec))
+        raise ValueError(
+            f"capture: {what}: the structure is {given}, captured was {captured}; give {what} in the same containers (a list "
+            "is no tuple), or capture again"
+        )
     return leaves
 
 

@@ -44,8 +44,14 @@ from bayesopt_chain.loop.step import Step
 
 
 @checks.takes(
-    step=checks.FUNCTION,
+    step=checks.Kind(
+        lambda x: checks.FUNCTION.fits(x) and not isinstance(x, Captured),
+        "a step that is not captured yet",
+        (Captured,),
+        "the one inside of a captured step is captured.step",
+    ),
     params=checks.ANY,
+    batch_dim=checks.INDEX.or_none(),
     steps=checks.number("[1, 65536]", integer=True),
     draws=checks.BOOL,
     backend=checks.one_of("cuda", "inductor", "eager").or_none(),
@@ -100,7 +106,8 @@ def capture(
         CaptureError: the step reads the value of a tensor as a Python number, branches on it, or makes shapes that depend on
             values; at a later call, a module is in another mode, or a second thread calls.
         TypeError: an argument has a wrong type; params or state hold anything but dense tensors.
-        ValueError: an argument is out of range; a later call has another structure, shape, dtype or device.
+        ValueError: an argument is out of range; the step is captured already; a later call has another structure, shape, dtype
+            or device.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -190,6 +197,11 @@ def _by_rows(step: Callable, data: Epochs) -> Callable:
         ValueError: the batches have an axis of chains and the step has none, or the other way round, or the numbers of chains
             differ.
     """
+    if data.leaves is None:
+        raise TypeError(
+            f"capture: {data!r} is of a dataset and gives lists of row numbers: make it of tensors, or capture the step "
+            "with a batch of the loader"
+        )
     if not isinstance(step, Parallel) and data.chains is not None:
         raise ValueError(
             f"capture: {data!r} gives batches of {data.chains} chains, and the step is one chain's; make it bc.parallel(step, "

@@ -17,6 +17,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError
 from bayesopt_chain.loop.loss import Info
+from bayesopt_chain.tracing import is_plain
 
 Backend = Literal["cuda", "inductor", "eager"]
 _is_training = attrgetter("training")
@@ -114,12 +115,16 @@ class Captured:
             not overwritten.
 
         Raises:
-            CaptureError: a module is in another mode than when the step was captured; a call is made during a call, or from a
-                second thread.
+            CaptureError: a module is in another mode than when the step was captured; a call is made during a call, inside of
+                vmap or of another capture, or from a second thread.
             ValueError: an argument has another structure, shape, dtype or device.
         """
-        if not self._lock.acquire(blocking=False):
-            raise CaptureError("capture: the step is called during another call of it; capture one step for each")
+        # under vmap or in another trace there are no numbers to write into the static buffers
+        if not is_plain() or not self._lock.acquire(blocking=False):
+            raise CaptureError(
+                "capture: the step is called during another call of it, or inside of vmap, torch.compile or another capture; "
+                "capture one step for each call, and transform the step that was captured (captured.step)"
+            )
         try:
             owner = self._owner
             thread = threading.current_thread()

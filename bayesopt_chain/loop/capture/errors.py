@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import traceback
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -39,8 +39,9 @@ def first_line(err: BaseException) -> str:
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
-_HERE = str(Path(__file__).parent.parent)  # the folder of this package's loop
+# with a separator at the end, since torchvision and torchopt are no part of torch
+_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
+_HERE = os.path.dirname(os.path.dirname(__file__))  # the folder of this package's loop
 
 
 def users_line(err: BaseException) -> str | None:

@@ -348,13 +348,21 @@ def test_another_shape_structure_or_number_is_refused_by_name():
             (lambda: fast(params, state, (batch[0][:5], batch[1][:5])), r"batch, leaf 0: \(5, 20\).*drop_last"),
             (lambda: fast({**params, "w": params["w"].double()}, state, batch), r"params, leaf 1: .*float64"),
             (lambda: fast({"w": params["w"]}, state, batch), "structure"),
-            (lambda: fast(params, state, [*batch]), "structure"),
+            (lambda: fast(params, state, [*batch]), r"batch: the structure is \[\*, \*\], captured was \(\*, \*\)"),
+            (lambda: bc.capture(fast, params, state, batch), r"captured\.step"),
+            (lambda: bc.capture(lambda *given: fast(*given), params, state, batch), bc.CaptureError, "another capture"),
+            (
+                lambda: record(loss, bc.chain(torchopt.clip_grad_norm(1.0), step.tx), params, batch, backend="eager"),
+                *(bc.CaptureError, r"torchopt.clip\.py:\d+: `clip_coef.*float"),
+            ),
+            (lambda: bc.capture(step, params, state, bc.epochs(range(8), 2)), "gives lists of row numbers"),
+            (lambda: bc.parallel(fast, 3, loop=True), r"parallel chains of captured\.step"),
             *(
                 (lambda options=options: bc.capture(step, params, state, batch, **options), words)
                 for options, words in (
                     ({"steps": 0}, "steps"),
                     ({"batch_dim": 0}, "batch_dim"),
-                    ({"steps": 3, "batch_dim": 0}, "no 3 steps"),
+                    *(({"steps": 3, "batch_dim": at}, "no 3 steps") for at in (0, 2)),
                     *(({"signatures": n}, "signatures must be") for n in (0, True, 1.5)),
                 )
             ),
