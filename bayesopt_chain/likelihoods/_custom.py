@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributions import ComposeTransform, Distribution, TransformedDistribution
+from torch.distributions import Distribution, TransformedDistribution
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import (
@@ -136,8 +136,18 @@ class FromDistribution(Custom):
 
     @_unvalidated()
     def at(self, outputs: Tensor) -> Distribution:
-        """The distribution of targets given outputs; targets are checked by :meth:`require`."""
-        return self.distribution(outputs)
+        """The distribution of targets given outputs; targets are checked by :meth:`require`.
+
+        Raises:
+            ValueError: a bare ``TransformedDistribution``, whose support torch takes for all that its last transform reaches.
+        """
+        found = self.distribution(outputs)
+        if type(found) is TransformedDistribution:
+            raise ValueError(
+                "likelihoods.custom: torch does not know the support of a TransformedDistribution: return a subclass that has "
+                "a property support, or a distribution with a name, such as LogNormal"
+            )
+        return found
 
     def grouping(self, event: torch.Size) -> Grouping:
         seen = self.at(torch.zeros(1, *event, device="cpu"))
@@ -153,14 +163,13 @@ class FromDistribution(Custom):
     def require_values(self, outputs: Tensor, targets: Tensor) -> None:
         if not is_hidden(outputs):
             known: Any = self.at(outputs.detach())
-            of_each = (_has(known, targets) & targets.isfinite()).reshape(-1, *targets.shape)
-            base = f" made of {known.base_dist.support}" if _is_composed(known) else ""
-            self._refuse(~of_each.any(0), targets, f"in the support, {known.support}{base}")
+            of_each = (known.support.check(targets) & targets.isfinite()).reshape(-1, *targets.shape)
+            self._refuse(~of_each.any(0), targets, f"in the support, {known.support}")
 
     @_unvalidated()
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
         known: Any = self.at(outputs)  # of which some say nothing of values outside their support
-        return torch.where(_has(known, targets), known.log_prob(targets), -torch.inf)
+        return torch.where(known.support.check(targets), known.log_prob(targets), -torch.inf)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self._asked(outputs, "mean", attrgetter("mean"))
@@ -204,31 +213,11 @@ def _ends(known: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _is_composed(known: Distribution) -> bool:
-    """Whether a distribution is transformed by a user, of which torch takes for the support whatever the last transform may
-    reach; distributions with a name know their own."""
-    return type(known) is TransformedDistribution
-
-
-def _has(known: Any, values: Tensor) -> Tensor:
-    """Whether values are in the support."""
-    found = known.support.check(values)
-    if _is_composed(known):
-        transform: Any = ComposeTransform(known.transforms)
-        found = found & _has(known.base_dist, transform.inv(values))
-    return found
-
-
 def _share_below(known: Any, values: Tensor) -> Tensor:
     """The distribution function, of which torch gives no numbers, or wrong ones, outside of the support."""
     low, high = _ends(known, values)
     within = torch.maximum(torch.minimum(values, high), low)
-    if _is_composed(known):
-        transform: Any = ComposeTransform(known.transforms)
-        found = transform.sign * _share_below(known.base_dist, transform.inv(within)) + (1 - transform.sign) / 2
-    else:
-        found = known.cdf(within)
-    return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, found))
+    return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, known.cdf(within)))
 
 
 def custom(
@@ -258,7 +247,8 @@ def custom(
     Raises:
         ValueError: both or neither of ``nll`` and ``distribution``; when a Hessian is asked for that is not positive
             semidefinite or has another shape; a loss that is averaged over the batch or mixes data; draws or moments of
-            a loss.
+            a loss; where it is used a bare ``TransformedDistribution``, of which torch does not know the support (a subclass
+            with a property ``support`` will do).
 
     Example:
         >>> import torch

@@ -186,22 +186,24 @@ def test_quantiles_need_no_mean_and_values_are_looked_for_in_the_supports_of_all
     assert tails.log_prob(torch.full((1, 1), 4.0)).exp().item() == pytest.approx(3 / 32)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_distribution_made_of_another_by_transforms_has_nothing_where_that_one_has_nothing(sign):
-    """Exponential waiting from f on, forwards and backwards: torch takes all real numbers for its support."""
-    waiting = likelihoods.custom(
-        distribution=lambda f: D.TransformedDistribution(D.Exponential(torch.ones_like(f)), D.AffineTransform(f, sign))
+def test_a_transformed_distribution_says_its_support_itself():
+    """Of a bare one torch takes all that its last transform reaches for it."""
+
+    class Odds(D.TransformedDistribution):
+        support = D.constraints.positive
+
+    parts, at = lambda f: (D.Normal(f, torch.ones_like(f)), D.ExpTransform()), torch.full((1, 1), 2.0)
+    odds, named = (
+        likelihoods.custom(distribution=of) for of in (lambda f: Odds(*parts(f)), lambda f: D.LogNormal(f, 1))
     )
-    at, below = torch.full((1, 1), sign), 1 - math.exp(-1)
-    mixed = waiting.mixture(sign * torch.tensor([0.0, 3.0])[:, None, None])
-    assert mixed.log_prob(at).item() == pytest.approx(-1 - math.log(2))
-    assert mixed.cdf(at).item() == pytest.approx(below / 2 if sign > 0 else 1 - below / 2)
-    assert mixed.quantile(0.5 - sign / 4).item() == pytest.approx(sign * math.log(2))
-    with pytest.raises(ValueError, match=r"1 of 1 targets .* made of GreaterThanEq\(lower_bound=0.0\), such as"):
-        waiting.nll(2 * at, at)
-    for moment in ("mean", "variance"):
-        with pytest.raises(ValueError, match=f"torch's TransformedDistribution has no {moment}: .*sample"):
-            getattr(mixed, moment)
+    for ask in (lambda p: p.log_prob(at), lambda p: p.cdf(at), lambda p: p.quantile(0.3)):
+        torch.testing.assert_close(ask(odds.mixture(at[None])), ask(named.mixture(at[None])), rtol=0.0, atol=0.0)
+    with pytest.raises(ValueError, match=r"torch's Odds has no mean: .*sample"):
+        odds.mean(at)
+    bare = likelihoods.custom(distribution=lambda f: D.TransformedDistribution(*parts(f)))
+    for ask in (bare.nll, bare.log_prob, bare.cdf):
+        with pytest.raises(ValueError, match="return a subclass that has a property support"):
+            ask(at, at)
 
 
 @pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-12), (100.0, 1e-8), (1000.0, 1e-3)])
