@@ -210,15 +210,11 @@ def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Call
     outputs = _outputs(fitted, posterior, batch, "query")
 
     def total(f: Tensor) -> Tensor:
-        try:
-            found = scalar(f, batch[1])
-        except TypeError as err:
-            raise TypeError(
-                f"influence: of cannot take outputs {tuple(f.shape)} and the query's targets ({err})"
-            ) from err
+        found = scalar(f, batch[1])
         if not isinstance(found, Tensor) or found.shape != f.shape[:1]:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"influence: of must return one number a datum, {tuple(f.shape[:1])}, got {got}")
+            raise ValueError(
+                f"influence: of must return one number a datum, {tuple(f.shape[:1])}, got {checks.short(found)}"
+            )
         if not (found.requires_grad or is_transformed()):
             raise ValueError(
                 "influence: of must return what has a gradient in the outputs, such as a difference of logits"
