@@ -143,7 +143,7 @@ class LinearizedModel(Model):
 
         Args:
             X: ``[*b, q, d]``.
-            output_indices: the outputs to keep. Default: all m.
+            output_indices: refused; the posterior is of all m outputs.
             observation_noise: whether to add the noise; or its variances, ``[*, m]``.
             posterior_transform: of BoTorch, applied last.
 
@@ -151,7 +151,7 @@ class LinearizedModel(Model):
             A ``GPyTorchPosterior`` over ``[*b, q, m]``, differentiable in X.
 
         Raises:
-            ValueError: noise where none is known.
+            ValueError: noise where none is known; ``output_indices``.
 
         Example:
             >>> import torch
@@ -164,14 +164,15 @@ class LinearizedModel(Model):
             tensor([[[0.2500],
                      [0.2500]]])
         """
+        if output_indices is not None:
+            raise ValueError(
+                "LinearizedModel: output_indices cannot be chosen: take mean[..., k] of the posterior, or pass "
+                "posterior_transform=ScalarizedPosteriorTransform(weights)"
+            )
         self.eval()
         mean, covariance = self._conditioned(self.transform_inputs(X))
-        if output_indices is not None:
-            q, m = mean.shape[-2:]
-            keep = torch.tensor([n * m + k % m for n in range(q) for k in output_indices], device=mean.device)
-            mean, covariance = mean[..., output_indices], covariance[..., keep, :][..., keep]
         if isinstance(observation_noise, Tensor) or observation_noise:
-            noise = self._noise_like(mean, observation_noise, output_indices)
+            noise = self._noise_like(mean, observation_noise)
             covariance = covariance + torch.diag_embed(noise.flatten(-2))
         if mean.shape[-1] == 1:
             distribution = MultivariateNormal(mean[..., 0], _jittered(covariance))
@@ -179,9 +180,7 @@ class LinearizedModel(Model):
             distribution = MultitaskMultivariateNormal(mean, _jittered(covariance))
         posterior: Any = GPyTorchPosterior(distribution)
         if hasattr(self, "outcome_transform"):
-            transform = self.outcome_transform
-            of_these = transform if output_indices is None else transform.subset_output(output_indices)
-            posterior = of_these.untransform_posterior(posterior, X=X)
+            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
         return posterior if posterior_transform is None else posterior_transform(posterior)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Model:
@@ -215,7 +214,7 @@ class LinearizedModel(Model):
             Y, _ = self.outcome_transform(Y, X=X)
         lead = torch.broadcast_shapes(Y.shape[:-2], X.shape[:-2])
         Y = Y.expand(*lead, *Y.shape[-2:])
-        variances = self._noise_like(Y, noise, None)
+        variances = self._noise_like(Y, noise)
         inputs = transformed.expand(*lead, *X.shape[-2:])
         if self._seen is not None:
             old = [x.expand(*lead, *x.shape[-2:]) for x in self._seen]
@@ -281,13 +280,11 @@ class LinearizedModel(Model):
         shape = (*X.shape[:-2], X.shape[-2] * self._outputs, left.shape[1])
         return mean.reshape(*X.shape[:-1], self._outputs), left.reshape(shape), right.reshape(shape)
 
-    def _noise_like(self, like: Tensor, given: Tensor | bool | None, indices: list[int] | None) -> Tensor:
-        """The variances that are given, else those of the model, of these outputs and of the shape of ``like``."""
+    def _noise_like(self, like: Tensor, given: Tensor | bool | None) -> Tensor:
+        """The variances that are given, else those of the model, of the shape of ``like``."""
         noise = given if isinstance(given, Tensor) else self._noise
         if noise is None:
             raise ValueError("LinearizedModel: no observation noise is known: pass noise= (a variance) to the model")
-        if indices is not None and noise.shape[-1:] == (self._outputs,):
-            noise = noise[..., indices]
         return noise.to(like).expand_as(like)
 
 

@@ -55,9 +55,8 @@ def test_the_posterior_of_q_points_is_joint_and_has_the_jacobians_covariance(sub
         fitted = replace(fitted, model=replace(fitted.model, how=fitted.model.how._replace(likelihood=gaussian(each))))
         noisy = LinearizedModel.of(fitted, num_outputs=2).posterior(x, observation_noise=True)
         torch.testing.assert_close(noisy.variance, posterior.variance + each, rtol=1e-8, atol=1e-10)
-        one = model.posterior(x, output_indices=[1])
-        torch.testing.assert_close(one.mean[..., 0], posterior.mean[..., 1])
-        torch.testing.assert_close(one.variance[..., 0], posterior.variance[..., 1])
+        with pytest.raises(ValueError, match=r"take mean\[..., k\] of the posterior, or pass posterior_transform"):
+            model.posterior(x, output_indices=[1])
 
 
 @pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "root"])
@@ -192,18 +191,3 @@ def test_acquisition_functions_optimise_through_every_model(kind, rule):
     points, value = optimize_acqf(acquisition, bounds, q=2, num_restarts=2, raw_samples=16, options={"maxiter": 15})
     assert points.shape == (2, 2) and ((points >= 0) & (points <= 1)).all()
     assert value >= acquisition(torch.rand(64, 2, 2)).max() - 1e-6
-
-
-def test_some_outputs_are_in_their_own_units():
-    """By index from the front or from the end, with noise of their own."""
-    fitted, x, _ = fit(outputs=2)
-    model = LinearizedModel.of(fitted, num_outputs=2)
-    model.outcome_transform = Standardize(2)
-    model.outcome_transform(torch.randn(20, 2) * torch.tensor([1.0, 100.0]) + 5)
-    noise = torch.tensor([0.5, 0.2])
-    for given in (False, noise):
-        every = model.posterior(x, observation_noise=given)
-        for some in ([1], [-1], [-1, 0]):
-            part = model.posterior(x, output_indices=some, observation_noise=given)
-            torch.testing.assert_close(part.mean, every.mean[..., some])
-            torch.testing.assert_close(part.variance, every.variance[..., some])
