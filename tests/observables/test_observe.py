@@ -332,7 +332,8 @@ def test_another_run_under_the_same_path_is_refused_by_what_differs(tmp_path):
         ({"temperature": 0.5}, "another run"),
         ({"strength": 0.5}, "another run"),
         ({"seed": 3}, "generator is 0, here 3"),
-        ({"of": OF | {"probe": lambda w: losses(w, PROBE) * 2}}, "another observable"),
+        ({"of": OF | {"probe": lambda w: losses(w, PROBE) * 2}}, "another observable.probe.of.function"),
+        ({"covariances": [("probe", "probe")]}, "another observable.train.kept is True, here False"),
     ):
         with pytest.raises(ValueError, match=said):
             measured(**(about | change))
@@ -455,7 +456,7 @@ def test_covariances_of_few_draws_seldom_disagree_where_chains_agree_and_do_wher
     assert not recorded(y, y).covariance("y", "y").agree.diagonal().any()
 
 
-def test_a_record_goes_on_from_its_state_and_refuses_that_of_other_observables():
+def test_a_record_goes_on_from_its_state_and_says_what_it_does_not_hold():
     y, x = autoregressive(2, 203, 20, 0.5, 0), autoregressive(2, 203, 3, 0.5, 1)
     whole, half = recorded(y, x), recorded(y[:, :101], x[:, :101])
     again = recorded(y[:, :0], x[:, :0])
@@ -464,8 +465,6 @@ def test_a_record_goes_on_from_its_state_and_refuses_that_of_other_observables()
         again.add({"y": y[:, t], "x": x[:, t]})
     torch.testing.assert_close(whole.covariance("y", "x"), again.covariance("y", "x"), rtol=0, atol=0)
     assert torch.equal(whole.trace("x"), again.trace("x"))
-    with pytest.raises(ValueError, match="whose shapes of observables are"):
-        recorded(y[:, :0, :9], x[:, :0]).load_state_dict(half.state_dict())
     with pytest.raises(ValueError, match="no 'y' of which draws are kept; there are 'x'"):
         recorded(y, x, ()).trace("y")
     with pytest.raises(ValueError, match="ended before its first draw"):

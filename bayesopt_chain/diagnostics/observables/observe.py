@@ -92,7 +92,10 @@ class Watch:
         self.measured, self.record, self.batch = measured, record, batch
         self.burn_in, self.thinning, self.step = burn_in, thinning, 0
         self.curvature, self.spent = 0.0, 0
-        self.of = {name: describe(f) for name, f in of.items()}
+        self.of = {
+            name: {"of": describe(f), "shape": list(record.shapes[name]), "kept": name in record.traces}
+            for name, f in of.items()
+        }
 
     @property
     def is_due(self) -> bool:

@@ -124,12 +124,8 @@ class Record:
         Raises:
             ValueError: sums of it are kept alone.
         """
-        return self._draws(name) + self.shift[name].reshape(-1)
-
-    def _draws(self, name: str) -> Tensor:
-        """The same minus the shift."""
         self._require(name, list(self.traces), "draws are kept")
-        return torch.stack(self.traces[name], 1)
+        return torch.stack(self.traces[name], 1) + self.shift[name].reshape(-1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -147,7 +143,7 @@ class Record:
 
     def covariance(self, a: str, b: str) -> Estimate:
         """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
-        y, x = (draws - draws.mean((0, 1)) for draws in map(self._draws, (a, b)))
+        y, x = (draws - draws.mean((0, 1)) for draws in map(self.trace, (a, b)))
         by_chain = y.mT @ x / self.count  # [C, m, n]
         parts = (z[:, : self.count - self.count % self.length].split(self.length, 1) for z in (y, x))
         blocks = torch.stack([(u.mT @ v).mean(0) / self.length for u, v in zip(*parts)])
@@ -171,8 +167,6 @@ class Record:
     def state_dict(self) -> dict[str, Any]:
         """All sums and draws, as tensors, which have the chains on axis 0, numbers and lists."""
         return {
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "kept": list(self.traces),
             "count": self.count,
             "length": self.length,
             "sums": {name: torch.stack(x, 1) for name, x in self.sums.items()},
@@ -180,17 +174,7 @@ class Record:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is of other observables or shapes, or other draws are kept.
-        """
-        mine = self.state_dict()
-        if wrong := [key for key in ("shapes", "kept") if state[key] != mine[key]]:
-            raise ValueError(
-                f"observe: this path holds a run whose {wrong[0]} of observables are {state[wrong[0]]}, and here they are "
-                f"{mine[wrong[0]]}; give the same observables in the same order, or another path"
-            )
+        """Go on from :meth:`state_dict` of a record of the same observables."""
         self.count, self.length = state["count"], state["length"]
         self.sums = {name: [*x.unbind(1)] for name, x in state["sums"].items()}
         self.traces = {name: [] for name in self.traces} | {name: [*x.unbind(1)] for name, x in state["traces"].items()}
