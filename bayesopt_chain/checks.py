@@ -362,7 +362,19 @@ def show(value: Any) -> str:
         return (
             f"tensor({value.item():.6g})" if value.ndim == 0 and not is_hidden(value) else f"tensor{tuple(value.shape)}"
         )
-    return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
+    is_named = callable(value) or any(map(torch.is_tensor, optree.tree_leaves(value)))
+    return getattr(value, "__name__", type(value).__name__) if is_named else short(value)
+
+
+def as_call(link: Any) -> str:
+    """A link as its ``name``, by default that of its class, and its fields, without the options that are off as by default."""
+    shown = []
+    for part in sorted(dataclasses.fields(link), key=lambda part: bool(part.kw_only)):
+        value = getattr(link, part.name)
+        is_off = type(value) is type(part.default) and not part.default and not value
+        if part.repr and not is_off:
+            shown.append(f"{part.name}={show(value)}")
+    return f"{getattr(link, 'name', type(link).__name__)}({', '.join(shown)})"
 
 
 def recording(who: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain.checks import is_spread, short
+from bayesopt_chain.checks import as_call, is_spread, short
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, edited
 from bayesopt_chain.distributed.shards import Sharding
@@ -195,13 +195,13 @@ class LinkContext:
 
         Where ranks hold parts of the leaves it is the sum over the ranks too, which takes messages.
         """
-        shards = self.scope.shards
-        return sum(values[1:], values[0]) if shards is None else shards.total(self.present, values)
+        return (
+            sum(values[1:], values[0]) if self.scope.shards is None else self.scope.shards.total(self.present, values)
+        )
 
     def numel(self, leaves: Sequence[Tensor]) -> int:
         """The number of elements of the leaves that are present, on all ranks together, given this rank's tensors of them."""
-        shards = self.scope.shards
-        return sum(map(Tensor.numel, leaves)) if shards is None else shards.count(self.present)
+        return sum(map(Tensor.numel, leaves)) if self.scope.shards is None else self.scope.shards.count(self.present)
 
 
 OnShards = Literal["refused", "elementwise", "tree"]
@@ -270,6 +270,9 @@ class Link:
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)
 
     traits: ClassVar[Traits] = Traits()
+
+    def __str__(self) -> str:
+        return as_call(self)
 
     @property
     def response(self) -> Response | None:

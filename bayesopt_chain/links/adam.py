@@ -28,7 +28,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Learns, Part
-from bayesopt_chain.links.rms import LEARNS, averaged, frozen_note, root
+from bayesopt_chain.links.rms import LEARNS, averaged, root
 from bayesopt_chain.matching.response import Preconditioner, Response
 from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
@@ -118,9 +118,6 @@ class TwoMoments(Link):
     def learned_updates(self, count: Tensor) -> Tensor:
         """The number of updates from which the second moment was computed, at most ``freeze_after``."""
         return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
-
-    def __str__(self) -> str:
-        return f"{self.name}(b1={self.b1}, b2={self.b2}, eps={self.eps}{frozen_note(self.freeze_after)})"
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Prior(HoldsTree):
     n: float
     mean: Any = field(hash=False)
     precision: Any = field(hash=False)
+    name = "add_gaussian_prior"
     traits = Traits(on_shards="elementwise", needs_params=True, response=Linear())  # the prior is a part of the loss
 
     def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
@@ -90,9 +91,6 @@ class AddDiagonalPrior(Prior):
     def update(self, g: Leaves, state: PriorState, op: TensorOps, context: LinkContext) -> tuple[Leaves, PriorState]:
         pull = [(p - m) * d for p, m, d in zip(params_of(context, op), *state)]
         return op.add(g, pull, alpha=1 / self.n), state
-
-    def __str__(self) -> str:
-        return f"add_gaussian_prior(..., n={self.n:g})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +124,6 @@ class AddGaussianPrior(Prior):
         moved = structure.unflatten([p - m for p, m in zip(params_of(context, op), mean)])
         pull = [y.to(x.dtype) for x, y in zip(g, optree.tree_leaves(self.precision.times(moved)))]
         return op.add(g, pull, alpha=1 / self.n), state
-
-    def __str__(self) -> str:
-        return f"add_gaussian_prior({type(self.precision).__name__}, n={self.n:g})"
 
 
 def fan_in(module: nn.Module) -> dict[str, float]:

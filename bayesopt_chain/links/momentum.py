@@ -134,6 +134,7 @@ class DelayState(NamedTuple):
 class Delay(Link):
     """The link that :func:`delay` returns."""
 
+    name = "delay"
     traits = Traits(on_shards="elementwise", response=Linear((0.0, 1.0)))
 
     def init(self, leaves: Leaves, context: LinkContext) -> DelayState:
@@ -142,9 +143,6 @@ class Delay(Link):
     def update(self, g: Leaves, state: DelayState, op: TensorOps, context: LinkContext) -> tuple[Leaves, DelayState]:
         kept = [x.clone() for x in g]  # in place the next line overwrites g
         return op.copy(g, state.held), DelayState(tuple(op.put(state.held, kept)))
-
-    def __str__(self) -> str:
-        return "delay()"
 
 
 def delay() -> Chain:

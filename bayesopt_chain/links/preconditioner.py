@@ -90,6 +90,7 @@ class ScaleByPreconditioner(HoldsTree):
     """
 
     tree: Any = field(hash=False)
+    name = "scale_by_preconditioner"
     traits = Traits(on_shards="elementwise", response=Preconditioner())
 
     def init(self, leaves: Leaves, context: LinkContext) -> PreconditionerState:
@@ -104,9 +105,6 @@ class ScaleByPreconditioner(HoldsTree):
         self, g: Leaves, state: PreconditionerState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, PreconditionerState]:
         return op.mul(g, list(state.preconditioner)), state
-
-    def __str__(self) -> str:
-        return "scale_by_preconditioner(...)"
 
 
 def _positive(given: Tensor, p: Tensor) -> Tensor:
@@ -126,6 +124,7 @@ class SolvePrecision(Link):
     """
 
     precision: SupportsSolve = field(hash=False, compare=False)
+    name = "scale_by_preconditioner"
     traits = Traits(
         response=Preconditioner(diagonal=False),
         checks_gradients=True,
@@ -149,9 +148,6 @@ class SolvePrecision(Link):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.put(g, context.leaves(self.precision.solve(context.tree(g)))), state
-
-    def __str__(self) -> str:
-        return f"scale_by_preconditioner({type(self.precision).__name__})"
 
 
 def scale_by_preconditioner(preconditioner: Any) -> Chain:

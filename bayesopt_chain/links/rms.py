@@ -115,11 +115,6 @@ def averaged(
     ]
 
 
-def frozen_note(freeze_after: int | None) -> str:
-    """The part of a link's ``repr`` that tells after how many updates ``P`` is frozen."""
-    return f", freeze_after={freeze_after}" if freeze_after is not None else ""
-
-
 @dataclass(frozen=True)
 class Learned(Link):
     """What links share that divide by a root which they learn from the gradients; the noise enters behind the learning.
@@ -185,9 +180,9 @@ class RunningScale(Learned):
         # Rounding errors can make the difference negative, whose root would be NaN (as it is in TorchOpt).
         return [root(n.addcmul(m, m, value=-1.0).clamp(min=0.0)).add(self.eps) for n, m in zip(state.nu, state.mu)]
 
-    def __str__(self) -> str:
-        name = "stddev" if self.centred else "rms"
-        return f"scale_by_{name}(decay={self.decay}, eps={self.eps}{frozen_note(self.freeze_after)})"
+    @property
+    def name(self) -> str:
+        return "scale_by_stddev" if self.centred else "scale_by_rms"
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,7 @@ class RootSumOfSquares(Learned):
 
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
+    name = "scale_by_rss"
 
     def init(self, leaves: Leaves, context: LinkContext) -> ScaleByRssState:
         count = new_counts(leaves) if self.freeze_after is not None else ()
@@ -216,9 +212,6 @@ class RootSumOfSquares(Learned):
         moves, state = super().update(g, state, op, context)
         return [torch.where(n == 0.0, 0.0, x) for x, n in zip(moves, state.sum_of_squares)], state
 
-    def __str__(self) -> str:
-        return f"scale_by_rss(eps={self.eps}{frozen_note(self.freeze_after)})"
-
 
 @dataclass(frozen=True)
 class AdaDelta(Link):
@@ -233,6 +226,7 @@ class AdaDelta(Link):
     rho: float = 0.9
     eps: float = 1e-6
     moment_requires_grad: bool = False
+    name = "scale_by_adadelta"
     traits = Traits(
         on_shards="elementwise",
         response=Refused("its scale is fed by its own updates, so the noise would set it; use bc.rmsprop or bc.adam"),
@@ -249,9 +243,6 @@ class AdaDelta(Link):
         g = op.mul(g, [v.add(self.eps).div_(m.add(self.eps)).sqrt_() for m, v in zip(mu, state.nu)])
         nu = op.average(state.nu, self.rho, g, 1 - self.rho, True)
         return g, ScaleByAdadeltaState(tuple(mu), tuple(nu))
-
-    def __str__(self) -> str:
-        return f"scale_by_adadelta(rho={self.rho}, eps={self.eps})"
 
 
 # the ranges of what all scalings here have, at any temperature
@@ -390,6 +381,7 @@ class AdaptiveWindow(Learned):
     """The link that :func:`scale_by_adaptive_window` returns, with the same arguments."""
 
     eps: float = 1e-8
+    name = "scale_by_adaptive_window"
 
     def init(self, leaves: Leaves, context: LinkContext) -> AdaptiveWindowState:
         return AdaptiveWindowState(zeros(leaves), zeros(leaves), zeros(leaves), new_counts(leaves))
@@ -406,9 +398,6 @@ class AdaptiveWindow(Learned):
 
     def denominators(self, state: AdaptiveWindowState) -> list[Tensor]:
         return [root(v).add(self.eps) for v in state.square]
-
-    def __str__(self) -> str:
-        return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
 @factory_takes(freeze_after=WHOLE._replace(hint="nothing is learned without a burn-in"), eps=POSITIVE)

@@ -101,6 +101,7 @@ class AddDecayedWeights(Link):
 class FlipSign(Link):
     """The link that negates the gradient, so that the chain maximises; it then samples ``exp(+loss / temperature)``."""
 
+    name = "flip_sign"
     # The noise is matched to the descent of the negated loss, with respect to which this link changes nothing.
     traits = Traits(on_shards="elementwise", response=Linear())
 
@@ -110,9 +111,6 @@ class FlipSign(Link):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state
-
-    def __str__(self) -> str:
-        return "flip_sign"
 
 
 @link_takes(weight_decay=FROM_ZERO)
@@ -187,6 +185,7 @@ class AddLocalization(HoldsTree):
 
     center: Any = field(hash=False)
     strength: float
+    name = "add_localization"
     traits = Traits(on_shards="elementwise", needs_params=True)
 
     @property
@@ -205,9 +204,6 @@ class AddLocalization(HoldsTree):
         self, g: Leaves, state: LocalizationState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LocalizationState]:
         return op.add(g, [p - c for p, c in zip(params_of(context, op), state.center)], alpha=self.strength), state
-
-    def __str__(self) -> str:
-        return f"add_localization(..., {self.strength})"
 
 
 @link_takes(strength=NOT_NEGATIVE)

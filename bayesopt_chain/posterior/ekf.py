@@ -428,13 +428,6 @@ class Filter(Alone, Link, ABC):
             checks.number("[0, inf)", tensor=True)(f"{self.name}: lr", lr)
         return lr
 
-    def __str__(self) -> str:
-        words = [f"lr={checks.show(self.lr)}"]
-        words += [] if self.prior is None else ["prior=..."]
-        words += [] if self._is_default("transition_noise", 0.0) else ["transition_noise=..."]
-        words += [] if self._is_default("forgetting", 1.0) else [f"forgetting={self.forgetting}"]
-        return f"{self.name}({', '.join(words)})"
-
     def _is_default(self, name: str, default: float) -> bool:
         value = getattr(self, name)
         return isinstance(value, (int, float)) and value == default

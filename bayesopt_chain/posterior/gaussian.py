@@ -423,6 +423,7 @@ class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
     # gradients pass through
+    name = "laplace"
     traits = Traits(on_shards="tree", all_leaves=True, response=Linear(), extra_kwargs=frozenset({"curvature"}))
     state = LaplaceState
 
@@ -444,9 +445,6 @@ class Accumulate(Link):
                 f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
             )
         return g, LaplaceState(state.precision.add(increment))
-
-    def __str__(self) -> str:
-        return "laplace()"
 
 
 class Laplace(PosteriorTransformation):

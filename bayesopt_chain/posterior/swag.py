@@ -90,6 +90,7 @@ class Collect(Link):
     every: int
     variance_floor: float
     # gradients pass through
+    name = "swag"
     traits = Traits(needs_params=True, checks_gradients=True, all_leaves=True, response=Linear())
     state = SwagState
 
@@ -114,9 +115,6 @@ class Collect(Link):
         iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(context.params, g)]
         due = (state.step >= self.start) & ((state.step - self.start) % self.every == 0)
         return g, collected(state, iterate, due, self.rank)._replace(step=state.step + 1)
-
-    def __str__(self) -> str:
-        return f"swag(rank={self.rank}, start={self.start}, every={self.every})"
 
 
 class Swag(PosteriorTransformation):

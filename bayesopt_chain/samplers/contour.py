@@ -57,6 +57,7 @@ class Contour(Link):
     bins: int
     zeta: float
     omega: schedules.Schedule
+    name = "scale_by_contour"
     traits = Traits(
         response=Nonlinear(),
         extra_kwargs=frozenset({"loss"}),
@@ -115,9 +116,6 @@ class Contour(Link):
         moves = [x * factor.to(x.dtype) for x in g]
         kept = op.put([state.mass, state.lowest], [mass, lowest])
         return op.put(g, moves), ContourState(op.next_count(state.step), *kept)
-
-    def __str__(self) -> str:
-        return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
 @checks.factory_takes(

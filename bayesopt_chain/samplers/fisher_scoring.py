@@ -55,6 +55,7 @@ class FisherScoring(Keyed):
     temperature: ScalarOrSchedule
     batch_size: int
     decay: float
+    name = "sgfs"
     traits = replace(
         Keyed.traits,
         extra_kwargs=frozenset({"gradient_variance"}),
@@ -81,9 +82,6 @@ class FisherScoring(Keyed):
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
         count = op.next_count(state.step)
         return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
-
-    def __str__(self) -> str:
-        return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)})"
 
 
 @checks.factory_takes(

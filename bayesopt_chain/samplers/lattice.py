@@ -41,6 +41,7 @@ class Lattice(Keyed):
 
     lr: float
     temperature: ScalarOrSchedule
+    name = "lattice_walk"
 
     def init(self, leaves: Leaves, context: LinkContext) -> LatticeState:
         return LatticeState(*self.start(leaves, context))
@@ -60,9 +61,6 @@ class Lattice(Keyed):
             torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)
         ]  # the comparison above would hide it
         return op.put(g, moves), LatticeState(state.key, op.next_count(state.step))
-
-    def __str__(self) -> str:
-        return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
 @checks.factory_takes(

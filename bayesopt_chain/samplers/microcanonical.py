@@ -62,14 +62,12 @@ class Normalised(Link):
     """``Lambda^-1 g`` over its length: what :func:`mclmc` is at temperature 0."""
 
     precision: Any = field(default=None, hash=False, compare=False)
+    name = "normalise"
     traits = replace(_TRAITS, response=Nonlinear())
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         e, _ = Metric(self.precision, context.tree, context.leaves).downhill(g)
         return op.put(g, [-x for x in e]), state
-
-    def __str__(self) -> str:
-        return "normalise()"
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,7 @@ class Microcanonical(Keyed):
     length: float
     temperature: ScalarOrSchedule
     precision: Any = field(default=None, hash=False, compare=False)
+    name = "mclmc"
     traits = _TRAITS
 
     def init(self, leaves: Leaves, context: LinkContext) -> MicrocanonicalState:
@@ -103,10 +102,6 @@ class Microcanonical(Keyed):
         return op.put(g, [self.lr * x for x in w]), MicrocanonicalState(
             state.key, op.next_count(state.step), tuple(after)
         )
-
-    def __str__(self) -> str:
-        precision = "" if self.precision is None else f", precision={type(self.precision).__name__}"
-        return f"mclmc({self.lr}, {self.length}, temperature={checks.show(self.temperature)}{precision})"
 
 
 class Metric(NamedTuple):

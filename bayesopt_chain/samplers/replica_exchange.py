@@ -65,6 +65,7 @@ class ReplicaExchange(Keyed):
     loss_variance: float
     correction_factor: float
     swap_every: int
+    name = "replica_exchange"
     traits = Traits(
         response=SelfContainedSampler(),
         extra_kwargs=frozenset({"loss"}),
@@ -140,9 +141,6 @@ class ReplicaExchange(Keyed):
         beta = 1.0 / temperature
         b = beta[:-1] - beta[1:]
         return b * (loss[:-1] - loss[1:]) - b * b * (self.loss_variance / self.correction_factor)
-
-    def __str__(self) -> str:
-        return f"replica_exchange({self.lr}, {self.momentum}, temperatures={self.temperatures})"
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ class RescaledDescent(Link):
     """What :func:`samadams` is at temperature 0: momentum along a clock."""
 
     clock: Clock
+    name = "samadams"
     traits = Traits(
         response=Refused("samadams at temperature 0 is an optimizer; give it the temperature, which it holds itself"),
         on_shards="elementwise",
@@ -145,9 +146,6 @@ class RescaledDescent(Link):
         mu = torch.exp(-self.clock.friction * clock[1])
         return _moved(g, state, op, before, [mu.to(x.dtype) * x for x in before], clock)
 
-    def __str__(self) -> str:
-        return _shown(self.clock, 0.0)
-
 
 @dataclass(frozen=True)
 class TimeRescaledLangevin(Keyed, Weighted):
@@ -155,6 +153,7 @@ class TimeRescaledLangevin(Keyed, Weighted):
 
     clock: Clock
     temperature: ScalarOrSchedule
+    name = "samadams"
     traits = Traits(
         response=SelfContainedSampler(), on_shards="elementwise", checks_gradients=True, needs_all_gradients=True
     )
@@ -178,9 +177,6 @@ class TimeRescaledLangevin(Keyed, Weighted):
             noisy = [torch.where(temperature > 0, x, y) for x, y in zip(noisy, after)]
         return _moved(g, state, op, before, noisy, clock)
 
-    def __str__(self) -> str:
-        return _shown(self.clock, self.temperature)
-
 
 def _moved(
     g: Leaves, state: AnyState, op: TensorOps, before: Leaves, after: Leaves, clock: list[Tensor]
@@ -194,10 +190,6 @@ def _moved(
         step=op.next_count(state.step), velocity=velocity, monitor=monitor, elapsed=elapsed, weight=weight
     )
     return op.put(g, moves), after_step
-
-
-def _shown(clock: Clock, temperature: Any) -> str:
-    return f"samadams({clock.step_size}, {clock.friction}, temperature={checks.show(temperature)})"
 
 
 @checks.factory_takes(

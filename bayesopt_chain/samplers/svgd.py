@@ -41,6 +41,7 @@ class Stein(Link):
 
     temperature: ScalarOrSchedule
     bandwidth: float | str
+    name = "scale_by_stein_kernel"
     traits = Traits(
         response=Refused(
             "its particles share gradients, so no noise for each alone is matched; leave the noise link out"
@@ -90,9 +91,6 @@ class Stein(Link):
         off = ~torch.eye(n, dtype=torch.bool, device=square.device)
         middle = square.detach().masked_fill(~off, math.inf).flatten().sort().values[(n * (n - 1) - 1) // 2]
         return torch.where(middle > 0, middle, torch.ones_like(middle)) / (2.0 * math.log(n + 1.0))
-
-    def __str__(self) -> str:
-        return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
 @checks.factory_takes()

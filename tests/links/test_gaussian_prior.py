@@ -165,7 +165,7 @@ def test_links_compare_hash_pickle_and_say_what_they_are():
         bc.sgd(0.1),
     ]
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a and all(a != x for x in others)
-    assert repr(a) == "add_gaussian_prior(Dense, n=3)"
+    assert repr(a) == "add_gaussian_prior(n=3.0, mean=tensor(2,), precision=Dense)"
     a, b, c = (bc.links.add_localization([torch.tensor([x])], 0.5) for x in (1.0, 1.0, 2.0))
     assert a == b != c and pickle.loads(pickle.dumps(a)) == a and hash(a) == hash(b)
     assert bc.links.add_localization(0.0, 0.0) == bc.chain()

@@ -190,12 +190,6 @@ class Natural(Drawing):
         ]
         return force, momentum
 
-    def __str__(self) -> str:
-        words = [checks.show(self.lr), f"temperature={checks.show(self.temperature)}", f"betas={self.betas}"]
-        words += [f"weight_decay={self.weight_decay}"] if self.weight_decay else []
-        words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
-        return f"{self.name}({', '.join(words)})"
-
 
 def averaged(h: Tensor, estimate: Tensor, delta: Any, beta: float) -> Tensor:
     """IVON's next average of the Hessian, which stays positive; ``bc.optim.IVON`` has it from here too."""
