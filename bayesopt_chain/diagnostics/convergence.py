@@ -134,7 +134,8 @@ def _each(draws: Any, who: str, statistic: Callable[[Any, Any], Any]) -> Any:
         least = 8 if who == "r_hat" and n == 1 else 4
         if not n or size < least:
             raise ValueError(
-                f"{who}: needs leaves [draws, chains, ...] with at least {least} draws, got shape {tuple(shape)}; run longer"
+                f"{who}: needs leaves [draws, chains, ...] with at least {least} draws, got shape {tuple(shape)}; "
+                f"{'run longer' if n else 'give draws of one chain as x[:, None]'}"
             )
         event = torch.Size(shape[2 if chained else 1 :])
         width, parts = event.numel(), list[Tensor]()

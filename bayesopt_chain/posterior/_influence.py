@@ -44,9 +44,13 @@ from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
 OF = checks.FUNCTION.or_none()
+IN_ORDER = checks.DATA._replace(
+    fits=lambda x: checks.DATA.fits(x) and not isinstance(getattr(x, "sampler", None), torch.utils.data.RandomSampler),
+    hint="of a DataLoader with shuffle=False, since there is one answer a datum, in their order",
+)
 
 
-@checks.takes(fitted=FITTED, train=checks.DATA, query=checks.DATA, of=OF, leverage=checks.BOOL)
+@checks.takes(fitted=FITTED, train=IN_ORDER, query=IN_ORDER, of=OF, leverage=checks.BOOL)
 def influence(
     fitted: FittedLaplace,
     train: Any,
@@ -104,7 +108,7 @@ def influence(
     return torch.cat(_answers("influence", fitted, posterior, train, "train", change), 1).to(fitted.model.dtype)
 
 
-@checks.takes(fitted=FITTED, train=checks.DATA)
+@checks.takes(fitted=FITTED, train=IN_ORDER)
 def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
     """Each training datum as the fit to all others predicts it; ``leave_one_out(fitted, train).log_prob(y).mean()`` is the
     leave-one-out estimate of the predictive density.

@@ -348,7 +348,11 @@ class FittedLaplace:
         """
         seen, (leaves, structure) = self.seen, optree.tree_flatten(self.model.params)
         of = self.model.likelihood
-        noise = None if of.noise_variance is None else torch.as_tensor(of.noise_variance, device="cpu").tolist()
+        numbers = [  # of a weighted likelihood those of the one inside
+            torch.as_tensor(x, device="cpu").tolist()
+            for x in vars(getattr(of, "inner", of)).values()
+            if isinstance(x, (int, float, tuple, Tensor))
+        ]
         prior = spread(self.prior_precision, self.model.params, "prior_precision")
         return {
             "params": self.model.params,
@@ -359,7 +363,7 @@ class FittedLaplace:
             "entries": seen.entries,
             # one form whatever the tuning, so that every fit of a module is a template for the state of another
             "prior_precision": structure.unflatten([d.to(wide(p.dtype)) for d, p in zip(prior, leaves)]),
-            "likelihood": torch.tensor(zlib.crc32(f"{of.name} {noise}".encode()), device="cpu"),
+            "likelihood": torch.tensor(zlib.crc32(f"{of.name} {numbers}".encode()), device="cpu"),
             "likelihood_scale": self.likelihood_scale,
             "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }

@@ -305,11 +305,11 @@ def _locked(folder: Path) -> int:
             _held.discard(fd)
         if isinstance(err, BlockingIOError):
             raise RuntimeError(
-                f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
+                f"path: another process is writing to {folder}; wait for it, or give this run a directory of its own"
             ) from None
         raise OSError(
             err.errno,
-            f"sample: cannot write to {folder}: {err.strerror}; give path= a directory that can be written to (bc.Draws.open "
+            f"path: cannot write to {folder}: {err.strerror}; give path= a directory that can be written to (bc.Draws.open "
             "reads a run that is there)",
         ) from None
     return fd
@@ -356,7 +356,7 @@ class Folder:
         """Read the listing, and delete what has been merged or cut, and what a process that was killed left over."""
         names = [name for name in os.listdir(self.path) if DRAWS.fullmatch(name) or OURS.fullmatch(name)]
         if self.head is None and any(map(DRAWS.fullmatch, names)):
-            raise ValueError(f"sample: {self.path} holds draws but no {HEAD}: restore it, or use an empty directory")
+            raise ValueError(f"path: {self.path} holds draws but no {HEAD}: restore it, or use an empty directory")
         every = [] if self.head is None else tiles_of(self.path, self.head)
         self.tiles = [t for t in every if t.step <= self.step]
         self.ahead = every[len(self.tiles)].step if len(every) > len(self.tiles) else 0
@@ -392,14 +392,14 @@ class Folder:
         """
         if os.getpid() != self.pid:
             raise OSError(
-                f"sample: this process is a forked copy of the one that writes to {self.path}, and does not write"
+                f"path: this process is a forked copy of the one that writes to {self.path}, and does not write"
             )
         there = head_of(self.path)
         if there is None and self.head is not None:
-            raise OSError(f"sample: {self.path} has been removed; the last draws are in memory only")
+            raise OSError(f"path: {self.path} has been removed; the last draws are in memory only")
         if there is not None and (self.head is None or there.metadata["id"] != self.head.metadata["id"]):
             raise OSError(
-                f"sample: somebody else has written to {self.path}, up to step {there.metadata['step']}; give each run a "
+                f"path: somebody else has written to {self.path}, up to step {there.metadata['step']}; give each run a "
                 "directory of its own"
             )
 
@@ -419,13 +419,13 @@ class Folder:
         n = drawn(about, step) - drawn(about, self.since)
         if len(columns[STEP]) != n:
             raise ValueError(
-                f"sample: steps {self.since + 1} to {step} have {n} draws, and {len(columns[STEP])} were kept"
+                f"path: steps {self.since + 1} to {step} have {n} draws, and {len(columns[STEP])} were kept"
             )
         if not n:
             return
         if self.tiles and (wrong := _differing(columns, self.tiles[0].file)):
             raise ValueError(
-                f"sample: {self.path} holds draws of other columns than this run's: {', '.join(wrong)}; give this "
+                f"path: {self.path} holds draws of other columns than this run's: {', '.join(wrong)}; give this "
                 "run a directory of its own"
             )
         prev = self.tiles[-1].file.metadata["id"] if self.tiles else ""
@@ -480,7 +480,7 @@ class Folder:
         try:
             self.merge()
         except OSError as err:
-            checks.warn(f"sample: small files of draws stay as they are: {err}")
+            checks.warn(f"path: small files of draws stay as they are: {err}")
             self._look()
 
 

@@ -393,7 +393,7 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
 
 def _refuse(folder: Any, what: str) -> None:
     if what:
-        raise ValueError(f"sample: {folder} holds another run: {what}; {INSTEAD}")
+        raise ValueError(f"path: {folder} holds another run: {what}; {INSTEAD}")
 
 
 def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

@@ -126,7 +126,8 @@ def sample(
     Args:
         step: ``step(params, state, batch) -> (params, state, Info)`` from ``make_step`` (pure or in place), ``parallel``,
             ``capture`` or ``bc.optim.as_step``.
-        params: where to start. An in-place step overwrites them.
+        params: where to start; a run that goes on in ``path`` starts where it was, whatever is given. An in-place step
+            overwrites them.
         state: from ``tx.init(params)``; of a step with ``buffers=``, from ``step.init(params)``, and the draws then hold the
             buffers too.
         batches: one batch (a tensor, tuple, dictionary or ``None``), used in every step; or anything that can be gone

@@ -281,7 +281,7 @@ class Store:
         self.columns = self.columns or columns
         if columns != self.columns:
             raise ValueError(
-                f"sample: the draw of step {it.step} has other leaves than those before it, or other shapes or dtypes: "
+                f"draws: the draw of step {it.step} has other leaves than those before it, or other shapes or dtypes: "
                 f"{shown_some([n for n in self.columns | columns if self.columns.get(n) != columns.get(n)])}; the draws of a "
                 "run are alike: sample or collect the changed model into a directory of its own"
             )

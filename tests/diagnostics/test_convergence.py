@@ -151,7 +151,8 @@ test_short_runs_and_what_is_unknown_are_refused = refused(
             "score at",
         ),
         (lambda x: bc.diagnostics.ksd({"w": x[:1, 0]}, score), "at least 2"),
-        (lambda x: bc.diagnostics.r_hat({"w": x[:3]}), "at least 4 draws"),
+        (lambda x: bc.diagnostics.r_hat({"w": x[:3]}), "at least 4 draws.*; run longer"),
+        (lambda x: bc.diagnostics.r_hat(x[:, 0, 0]), r"give draws of one chain as x\[:, None\]"),
         (lambda x: bc.diagnostics.r_hat({"w": x[:, :1]}), "at least 8 draws"),  # of which each half is split again
         (lambda x: bc.diagnostics.ess({"w": x}, kind="all"), "'bulk' or 'tail'"),
     ],

@@ -373,11 +373,15 @@ def test_a_state_of_another_structure_or_likelihood_is_refused():
     fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
     of_noise = bc.fit_laplace(model, bc.likelihoods.gaussian(), [(x, torch.randn(len(x), 3))], structure="kronecker")
     diagonal = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], structure="diagonal")
-    counts, known, half = (
+    counts, known, half, geometric, narrower = (
         bc.fit_laplace(model, likelihood, [(x, torch.ones(len(x), 3))], subset="all", structure="dense", tune=None)
-        for likelihood in (bc.likelihoods.poisson(), bc.likelihoods.gaussian(), bc.likelihoods.gaussian(0.5))
+        for likelihood in (
+            bc.likelihoods.poisson(),
+            *map(bc.likelihoods.gaussian, (1.0, 0.5)),
+            *map(bc.likelihoods.negative_binomial, (1.0, 3.0)),
+        )
     )
-    for one, other in ((fitted, of_noise), (fitted, diagonal), (counts, known), (known, half)):
+    for one, other in ((fitted, of_noise), (fitted, diagonal), (counts, known), (known, half), (geometric, narrower)):
         with pytest.raises(ValueError, match="of another structure or likelihood than Laplace posterior of"):
             one.load_state_dict(other.state_dict())
 

@@ -121,6 +121,10 @@ def test_what_cannot_be_answered_is_refused():
             (lambda: bc.influence(fitted, (x, y), x), "query has no targets.* or of="),
             (lambda: bc.influence(fitted, (x, y), (x, y), of=lambda f, _: f), "one number a datum"),
             (lambda: bc.influence(fitted, [], (x, y)), "train has no batches"),
+            (
+                lambda: leave_one_out(own, torch.utils.data.DataLoader([*zip(x, y)], 2, shuffle=True)),
+                *(TypeError, "train must be .*a DataLoader with shuffle=False"),
+            ),
             (lambda: fitted.predict(x.numpy()), TypeError, r"of an array torch\.as_tensor"),
             (
                 lambda: bc.fit_laplace(
