@@ -53,7 +53,7 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
-from bayesopt_chain.modules import LEFT_OUT, arguments_of, in_mode, inner_of, reset_adapters, write_back
+from bayesopt_chain.modules import LEFT_OUT, arguments_of, in_mode, inner_of, logits_of, reset_adapters, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
@@ -66,7 +66,7 @@ EPOCHS = 4  # of each member, where the gradients are not given
 HELD_OUT = 5  # a fifth of the sequences decides on the prior
 LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
 _ANSWERS = checks.Kind(
-    lambda x: isinstance(x, (list, tuple)) and len(set(x)) == len(x) >= 2 and all(map(checks.INDEX.fits, x)),
+    lambda x: isinstance(x, (list, tuple)) and len(set(x)) == len(x) >= 2 and all(map(checks.SEED.fits, x)),
     "a list of at least two different tokens",
     (list, tuple),
 )
@@ -271,7 +271,7 @@ class _Problem:
 
     @cached_property
     def largest(self) -> int:
-        return largest_label("bayesian_lora", self.data.targets)
+        return max(self.answers) if self.answers else largest_label("bayesian_lora", self.data.targets)
 
     @cached_property
     def named(self) -> dict[str, nn.Parameter]:
@@ -311,9 +311,11 @@ class _Problem:
         """Of a minibatch, as :mod:`bayesopt_chain.lora.loss` defines it, and of a Gaussian prior."""
         inputs, targets = self.data.take(rows)
         arguments, keywords = arguments_of(self.model, inputs)
-        logits = logits_over(self.answers)(self.model(*arguments, **keywords))
+        logits = logits_of(self.model(*arguments, **keywords))
         require_known("bayesian_lora", self.largest, logits)
-        value = summed_loss(logits, targets) / (len(rows) * mean_tokens)
+        value = summed_loss(logits if self.answers is None else logits[..., self.answers], targets) / (
+            len(rows) * mean_tokens
+        )
         if self.prior is None:
             return value
         moved = {name: p - self.prior.mean[name] for name, p in self.named.items()}

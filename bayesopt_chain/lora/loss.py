@@ -45,8 +45,8 @@ def require_known(who: str, largest: int, logits: Tensor) -> None:
     """
     if largest >= logits.shape[-1]:
         raise ValueError(
-            f"{who}: labels hold {largest}, and the model predicts {logits.shape[-1]} tokens, from 0: pass labels of its own "
-            f"tokenizer, and {LEFT_OUT} where a token does not count"
+            f"{who}: labels (or answers) hold {largest}, and the model predicts {logits.shape[-1]} tokens, from 0: pass labels "
+            f"of its own tokenizer, and {LEFT_OUT} where a token does not count"
         )
 
 

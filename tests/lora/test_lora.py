@@ -260,11 +260,17 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"prior_precision": 0}, ValueError, "prior_precision"),
         ({"answers": [3]}, ValueError, r"answers must be .*, got \[3\]"),
         ({"answers": [3, 3]}, ValueError, "answers"),
+        (
+            {"answers": [3, -100]},
+            ValueError,
+            r"answers must be .*, got \[3, -100\]",
+        ),  # which would count what is left out
+        ({"answers": [3, 11], "prior_precision": 1.0}, ValueError, "hold 11, and the model predicts 11"),
         ({"seed": -1}, ValueError, "bayesian_lora: seed must be a whole number, at least 0, got -1"),
         (
             {"data": {**MASKED, "labels": IDS + 1}},
             ValueError,
-            "bayesian_lora: labels hold 11, and the model predicts 11",
+            r"bayesian_lora: labels \(or answers\) hold 11, and the model predicts 11",
         ),
         ({"data": {**MASKED, "labels": IDS - 1}}, ValueError, "bayesian_lora: labels hold -1: pass numbers of tokens"),
         ({"prior": 1.0}, TypeError, "prior must be a Gaussian"),
@@ -310,7 +316,7 @@ def test_labels_are_whole_numbers_of_any_kind_and_a_prior_that_is_given_needs_fe
 def test_labels_that_are_no_tokens_are_refused_where_they_are_scored():
     module, data = words()
     two = lora.Adapters(module, {name: torch.stack([p.detach()] * 2) for name, p in module.named_parameters()})
-    for label, says in ((5, "labels hold 5, and the model predicts 5 tokens"), (-1, "labels hold -1")):
+    for label, says in ((5, r"labels \(or answers\) hold 5, and the model predicts 5 tokens"), (-1, "labels hold -1")):
         labels = torch.full_like(data["labels"], label)
         with pytest.raises(ValueError, match=f"Adapters.nll: {says}"):
             two.nll({**data, "labels": labels})
