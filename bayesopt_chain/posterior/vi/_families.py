@@ -30,8 +30,8 @@ The last family holds for each leaf, seen as a matrix ``[d0, d1]`` (a vector as 
 
 A family is asked for the displacement of a noise, for ``score = Lambda (theta - mu)``, for ``pullback``, the transposed
 derivative of the displacement by phi applied to gradients at the draws and averaged over them, and for the entropy
-``H = P/2 log(2 pi e) + log |Sigma| / 2`` with its gradient. No matrix is ever factorised: the dense family carries L
-itself, whose diagonal is positive because it is the exponential of what is optimized.
+``H = P/2 log(2 pi e) + log |Sigma| / 2``, whose gradient is autograd's. No matrix is ever factorised: the dense family carries
+L itself, whose diagonal is positive because it is the exponential of what is optimized.
 
 F says how far any Gaussian is from the posterior, in nats, whichever method gave it:
 
@@ -345,10 +345,6 @@ class Variational(Drawing):
     def entropy(self, scale: Scale) -> Tensor:
         """In nats, 0-d."""
 
-    @abstractmethod
-    def entropy_gradient(self, scale: Scale) -> Scale:
-        """Gradient of the entropy by phi."""
-
     def only(self, gradient: Scale, leaves: list[Tensor], moves: list[bool]) -> list:
         """The gradient by phi without the part of the leaves that do not move; phi has as many tensors for each leaf."""
         return [x if m else None for x, m in zip(gradient, moves * (len(gradient) // len(moves)))]
@@ -404,7 +400,7 @@ class Variational(Drawing):
             filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
         by_scale = self.pullback(state.scale, noise, filled)
         if not self.stick_the_landing:
-            entropy = self.entropy_gradient(state.scale)
+            entropy = torch.func.grad(self.entropy)(state.scale)
             by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
         by_mean = [over_samples(x).to(p.dtype) if m else None for x, p, m in zip(filled, leaves, moves)]
         return by_mean, tuple(self.only(by_scale, leaves, moves))
@@ -510,9 +506,6 @@ class MeanField(Variational):
     def entropy(self, scale):
         return torch.stack([s.sum() for s in scale]).sum() + _constant(sum(s.numel() for s in scale))
 
-    def entropy_gradient(self, scale):
-        return tuple(torch.ones_like(s) for s in scale)
-
     def of_scale(self, scale, params, count):
         values = [(-2 * s).exp() for s in scale]
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), count)
@@ -544,9 +537,6 @@ class Dense(Variational):
 
     def entropy(self, scale):
         return scale[0].diagonal().sum() + _constant(scale[0].shape[-1])
-
-    def entropy_gradient(self, scale):
-        return (torch.eye(scale[0].shape[-1], dtype=scale[0].dtype, device=scale[0].device),)
 
     def only(self, gradient, leaves, moves):
         if all(moves):
@@ -597,13 +587,6 @@ class LowRank(Variational):
     def entropy(self, scale):
         log_d = _halves(scale)[1]
         return -0.5 * self._covariance(scale).logdet() + _constant(sum(d.numel() for d in log_d))
-
-    def entropy_gradient(self, scale):
-        rows, log_d = _halves(scale)
-        covariance = self._covariance(scale)
-        by_rows = covariance.times(list(rows))
-        by_log_d = [v * (2 * d).exp() for v, d in zip(covariance.diag(), log_d)]
-        return (*by_rows, *by_log_d)
 
     def shapes(self, state):
         return [s.shape for s in _halves(state.scale)[1]]
