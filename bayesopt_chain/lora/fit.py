@@ -61,18 +61,9 @@ from bayesopt_chain.runs import files
 from bayesopt_chain.runs.run import describe
 from bayesopt_chain.trees import require_like
 
-METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given
 HELD_OUT = 5  # a fifth of the sequences decides on the prior
 LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
-_ANSWERS = checks.Kind(
-    lambda x: isinstance(x, (list, tuple)) and len(set(x)) == len(x) >= 2 and all(map(checks.SEED.fits, x)),
-    "a list of at least two different tokens",
-    (list, tuple),
-)
-_PRECISION = checks.Kind(
-    lambda x: x == "held out" or checks.POSITIVE.fits(x), "a positive number, or 'held out'", (Real, str)
-)
 
 
 class Prior(NamedTuple):
@@ -97,13 +88,19 @@ PRIORS = {
 
 
 @checks.takes(
-    method=checks.one_of(*METHODS),
+    method=checks.one_of(*LEARNING_RATES),
     members=checks.WHOLE,
     draws=checks.WHOLE,
     batch_size=checks.WHOLE,
-    prior_precision=_PRECISION,
+    prior_precision=checks.Kind(
+        lambda x: x == "held out" or checks.POSITIVE.fits(x), "a positive number, or 'held out'", (Real, str)
+    ),
     prior=checks.instance(Gaussian, "a Gaussian, such as adapters.posterior"),
-    answers=_ANSWERS,
+    answers=checks.Kind(
+        lambda x: isinstance(x, (list, tuple)) and len(set(x)) == len(x) >= 2 and all(map(checks.SEED.fits, x)),
+        "a list of at least two different tokens",
+        (list, tuple),
+    ),
     mesh=checks.ANY,
 )
 def bayesian_lora(

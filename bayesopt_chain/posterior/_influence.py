@@ -43,14 +43,13 @@ from bayesopt_chain.precision import flatten
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
-OF = checks.FUNCTION.or_none()
 IN_ORDER = checks.DATA._replace(
     fits=lambda x: checks.DATA.fits(x) and not isinstance(getattr(x, "sampler", None), torch.utils.data.RandomSampler),
     hint="of a DataLoader with shuffle=False, since there is one answer a datum, in their order",
 )
 
 
-@checks.takes(fitted=FITTED, train=IN_ORDER, query=IN_ORDER, of=OF, leverage=checks.BOOL)
+@checks.takes(fitted=FITTED, train=IN_ORDER, query=IN_ORDER, of=checks.FUNCTION.or_none(), leverage=checks.BOOL)
 def influence(
     fitted: FittedLaplace,
     train: Any,
