@@ -123,8 +123,7 @@ def local_parts(leaves: Iterable[Any]) -> list[Any]:
 
 def specs_of(leaves: Iterable[Any]) -> list[Any]:
     """How the DTensors among leaves are laid out; ``None`` for anything else."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return [x._spec if type(x) is kind or isinstance(x, kind) else None for x in leaves]
+    return [getattr(x, "_spec", None) for x in leaves]
 
 
 REPLICATED, FLATTENED, SHARDED = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"

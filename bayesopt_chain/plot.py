@@ -177,10 +177,9 @@ def reliability(
     confidence, predicted = probabilities.double().max(-1)
     right = (predicted == targets).double()
     which = (confidence * bins).long().clamp(max=bins - 1)
-    counts = torch.zeros(bins, dtype=torch.float64, device=which.device).index_add(0, which, torch.ones_like(right))
-    sure, correct = (counts.new_zeros(bins).index_add(0, which, x)[counts > 0] for x in (confidence, right))
-    counts = counts[counts > 0]
-    sure, correct = sure / counts, correct / counts
+    counts, sure, correct = (which.bincount(x, bins) for x in (torch.ones_like(right), confidence, right))
+    filled = counts > 0
+    counts, sure, correct = (x[filled] for x in (counts, sure / counts, correct / counts))
     error = float((counts * (sure - correct).abs()).sum() / counts.sum())
 
     ax = axes_or_new("reliability", ax)

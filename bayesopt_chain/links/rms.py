@@ -159,6 +159,7 @@ class RunningScale(Learned):
     decay: float = 0.9
     eps: float = 1e-8
     initial_scale: float = 0.0
+    name = "scale_by_rms"
 
     @property
     def part(self) -> Part | None:
@@ -179,10 +180,6 @@ class RunningScale(Learned):
             return [root(n).add(self.eps) for n in state.nu]
         # Rounding errors can make the difference negative, whose root would be NaN (as it is in TorchOpt).
         return [root(n.addcmul(m, m, value=-1.0).clamp(min=0.0)).add(self.eps) for n, m in zip(state.nu, state.mu)]
-
-    @property
-    def name(self) -> str:
-        return "scale_by_stddev" if self.centred else "scale_by_rms"
 
 
 @dataclass(frozen=True)

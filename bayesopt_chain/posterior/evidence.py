@@ -140,14 +140,14 @@ def _is_start(x: Any) -> bool:
     )
 
 
-START = checks.Kind(
-    _is_start,
-    "a tree of numbers or real tensors, all positive and finite, for hyperparameters are searched for in log space",
-    (dict, list, tuple, float, int, Tensor),
+@checks.takes(
+    log_evidence=checks.FUNCTION,
+    start=checks.Kind(
+        _is_start,
+        "a tree of numbers or real tensors, all positive and finite, for hyperparameters are searched for in log space",
+        (dict, list, tuple, float, int, Tensor),
+    ),
 )
-
-
-@checks.takes(log_evidence=checks.FUNCTION, start=START)
 def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, steps: int = 100) -> Tree:
     """Maximise a log evidence over positive hyperparameters.
 
@@ -190,8 +190,7 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
     first, slope = evaluate(x)
     for what, number in (("log_evidence", float(first)), ("the gradient of log_evidence", float(slope.sum()))):
         if not math.isfinite(number):
-            kind = "NaN" if math.isnan(number) else "infinite"
-            raise ValueError(f"{what} is {kind}, not finite at start: pass a proper prior and another start")
+            raise ValueError(f"{what} is {number} at start, not finite: pass a proper prior and another start")
     return optree.tree_map(lambda leaf: leaf.exp(), unflatten(minimised(evaluate, x, first, slope, steps), like))
 
 
