@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import length_hint
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
@@ -44,6 +46,8 @@ Tensors = dict[str, Tensor]
 BatchNorm = nn.modules.batchnorm._BatchNorm
 DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
+# one a module, which holds the tensors of a single call at a time, whichever thread makes it
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 LEFT_OUT = -100  # transformers' label of a position that does not count
 _CHECKPOINTING = (
     "forward: activation checkpointing computes again in the backward pass, and would do so with the module's own parameters "
@@ -126,7 +130,10 @@ class Forward:
         """The module's outputs for these tensors; activation checkpointing is refused."""
         if torch.compiler.is_dynamo_compiling():
             return self._outputs(tensors, batch)
-        with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING):
+        with (
+            _locks.setdefault(self.module, threading.RLock()),
+            torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING),
+        ):
             return self._outputs(tensors, batch)
 
     def _outputs(self, tensors: Tensors, batch: Any) -> Any:
@@ -284,7 +291,8 @@ def make_functional(
     Returns:
         ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with
         ``requires_grad``, by name, a tensor that several modules share under its first name only; copies of the buffers.
-        ``forward`` refuses activation checkpointing in the module; ``bc.optim`` trains such a module as it is.
+        ``forward`` refuses activation checkpointing in the module; ``bc.optim`` trains such a module as it is. Threads that
+        share the module take turns in ``forward``.
 
     Raises:
         TypeError: not a module.

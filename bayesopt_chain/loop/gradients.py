@@ -46,6 +46,7 @@ __all__ = [
 _ALL_DATA = checks.Kind(  # a DataLoader with drop_last leaves out some data, others in every pass
     lambda x: (
         isinstance(x, Iterable)
+        and not getattr(x, "with_rows", False)  # a pass over all data has no rows
         and not (
             isinstance(x, DataLoader)
             and x.drop_last
@@ -53,8 +54,9 @@ _ALL_DATA = checks.Kind(  # a DataLoader with drop_last leaves out some data, ot
             and len(x.sampler) % (x.batch_size or 1)
         )
     ),
-    "bc.epochs(...) or batches of all data, to be gone through again; of a DataLoader with drop_last=False",
-    (DataLoader,),
+    "bc.epochs(...), without with_rows=, or batches of all data, to be gone through again; of a DataLoader with "
+    "drop_last=False",
+    (DataLoader, Epochs),
 )
 MEASURED = 32  # largest number of batches that :func:`noise_left` evaluates
 
@@ -222,8 +224,8 @@ def _with_measured_init(
 
 
 @checks.takes(
-    mode=checks.PARAMS._replace(
-        words="parameters near a minimum of the loss",
+    mode=checks.PLACE._replace(
+        words="finite parameters near a minimum of the loss",
         hint="run the chain at temperature=0 first, or use svrg, which takes its references on the way",
     )
 )
@@ -246,8 +248,8 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
         ``refresh`` changes nothing.
 
     Raises:
-        ValueError: there is no mode; at ``init``, the mode has another structure or other shapes than the parameters, or the
-            noise is not reduced.
+        ValueError: there is no mode, or one that is not finite; at ``init``, the mode has another structure or other shapes
+            than the parameters, or the noise is not reduced.
 
     Example:
         >>> import torch, bayesopt_chain as bc

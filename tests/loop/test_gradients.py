@@ -155,6 +155,7 @@ def test_what_an_estimator_cannot_do_or_be_made_of_is_refused():
                 lambda: bc.make_step(estimator, tx)(theta, tx.init(theta), None),
                 r"made with an estimator of bc\.gradients, so its state is what step\.init",
             ),
+            (lambda: bc.gradients.svrg(loss, bc.epochs(torch.ones(4), 2, with_rows=True)), "without with_rows="),
         ),
         error=(TypeError, ValueError),
     )
@@ -200,10 +201,11 @@ def test_what_a_snapshot_leaves_of_the_noise_is_measured_where_the_chain_is(inpl
 
 @pytest.mark.parametrize(
     "mode",
-    [None, {}, [1.0], "x"],
+    [None, {}, [1.0], "x", torch.tensor([1.0, torch.nan])],
 )
-def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode):
+def test_a_mode_that_is_no_tree_of_finite_tensors_is_refused_by_its_name(mode):
     with pytest.raises(
-        TypeError, match=r"control_variates: mode must be parameters near a minimum.*temperature=0 first"
+        (TypeError, ValueError),
+        match=r"control_variates: mode must be finite parameters near a minimum.*temperature=0 first",
     ):
         bc.gradients.control_variates(squared, [torch.ones(2)], mode)

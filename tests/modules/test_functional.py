@@ -1,6 +1,8 @@
 """Modules as functions: which parameters come out, what they compute, and what goes back."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -145,6 +147,15 @@ def test_the_module_has_its_own_tensors_back_when_it_fails():
     with pytest.raises(RuntimeError):
         forward({name: p + 1 for name, p in params.items()}, torch.ones(6, 3))
     assert all(p is before[name] for name, p in module.named_parameters())
+
+
+def test_threads_that_share_a_module_compute_with_parameters_of_their_own():
+    module, w, x = nn.Linear(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
+    forward = bc.make_functional(module).forward
+    module.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda k: float(forward({"weight": w, "bias": torch.full((1,), k)}, x)), [0.0, 1.0, 2.0, 3.0])
+        assert [*found] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_tensors_by_other_names_are_attributes_or_nothing_as_for_torch():

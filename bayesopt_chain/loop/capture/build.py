@@ -38,7 +38,7 @@ from bayesopt_chain.loop.capture.captured import Backend, Captured, Modes, Progr
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.kernels import CannotBeRecorded
 from bayesopt_chain.loop.capture.lanes import Lanes
-from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Interpreted, compiler_found
+from bayesopt_chain.loop.capture.replays import ALONE, Compiled, CudaGraph, Eager, Interpreted, compiler_found
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.loop.step import Step
 
@@ -142,29 +142,30 @@ def _recorded(step: Callable, backend: Backend, body: Body) -> Program:
         backend: the backend.
         body: the pure form of the step on flat lists of tensors.
     """
-    graphed = backend == "cuda" or (backend == "inductor" and _is_on_cuda(body))
-    # blocks of lanes take the place of chunks, so that the step is traced without chunks first
-    modes, together = Modes(), lanes.unchunked(body) if backend == "inductor" else body
-    with modes.watching():
-        graph, closed_over = trace(together)
-    if backend == "inductor" and lanes.suits(together, graph):
-        with suppress(CannotBeRecorded):
-            return Program(together, modes, Lanes(together, graph))
-    if together is not body:  # no lanes: the chunks save memory after all
-        graph, closed_over = trace(body)
-    if graphed:
-        check_devices(graph, body)
-    written = overwritten(graph, closed_over)
-    program: Callable[[list[Tensor]], Sequence[Tensor]]
-    if backend == "inductor":
-        if graphed and lanes.are_small(body, graph):
-            lane_graph.products(graph)
-        program = Compiled(body, graph, closed_over)
-    elif backend == "cuda":
-        program = Eager(body, _in_place(step))
-    else:
-        program = Interpreted(body, graph, closed_over)
-    return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
+    with ALONE:
+        graphed = backend == "cuda" or (backend == "inductor" and _is_on_cuda(body))
+        # blocks of lanes take the place of chunks, so that the step is traced without chunks first
+        modes, together = Modes(), lanes.unchunked(body) if backend == "inductor" else body
+        with modes.watching():
+            graph, closed_over = trace(together)
+        if backend == "inductor" and lanes.suits(together, graph):
+            with suppress(CannotBeRecorded):
+                return Program(together, modes, Lanes(together, graph))
+        if together is not body:  # no lanes: the chunks save memory after all
+            graph, closed_over = trace(body)
+        if graphed:
+            check_devices(graph, body)
+        written = overwritten(graph, closed_over)
+        program: Callable[[list[Tensor]], Sequence[Tensor]]
+        if backend == "inductor":
+            if graphed and lanes.are_small(body, graph):
+                lane_graph.products(graph)
+            program = Compiled(body, graph, closed_over)
+        elif backend == "cuda":
+            program = Eager(body, _in_place(step))
+        else:
+            program = Interpreted(body, graph, closed_over)
+        return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
 
 
 def _pure(step: Any) -> Callable:

@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -43,6 +44,7 @@ from bayesopt_chain.random.compiled import private_folder, temporary_folder
 from bayesopt_chain.version import __version__
 
 LARGE = 2**24  # bytes of the inputs of a step from which on Python takes a small part of it
+ALONE = threading.RLock()  # for what replaces functions that all threads of the process call: tracing and recording
 HELD = 64  # steps of recorded kernels for which Ctrl-C waits; to hold it back takes as long as a fifth of a small step
 
 
@@ -163,33 +165,34 @@ class Compiled(Interpreted):
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Make the first call, through torch's wrappers, and choose the program of later calls."""
-        self.program = self._wrapped
-        (made,) = self.generated
-        function = made.current_callable
-        handed: list = []
-        returned: list = []
+        with ALONE:
+            self.program = self._wrapped
+            (made,) = self.generated
+            function = made.current_callable
+            handed: list = []
+            returned: list = []
 
-        def watch(inner_args: list[Tensor]) -> Sequence[Tensor]:
-            """Record what the wrappers pass on, and call the generated function."""
-            handed.extend(inner_args)
-            returned.extend(function(inner_args))
-            return tuple(returned)
+            def watch(inner_args: list[Tensor]) -> Sequence[Tensor]:
+                """Record what the wrappers pass on, and call the generated function."""
+                handed.extend(inner_args)
+                returned.extend(function(inner_args))
+                return tuple(returned)
 
-        made.current_callable = watch
-        try:
-            out = self.compiled(*args)
-        finally:
-            made.current_callable = function
-        # inductor's function may be called directly if it got each of our tensors itself, in some order
-        place = {id(x): i for i, x in enumerate(args)}
-        order = [place.get(id(x), -1) for x in handed]
-        untouched = len(out) == len(returned) and all(map(is_, out, returned))
-        if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
-            self.program = function
-            self._record(function, order, args)
-            self.inputs, self.order = [self.inputs[i] for i in order], order
-            self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
-        return out
+            made.current_callable = watch
+            try:
+                out = self.compiled(*args)
+            finally:
+                made.current_callable = function
+            # inductor's function may be called directly if it got each of our tensors itself, in some order
+            place = {id(x): i for i, x in enumerate(args)}
+            order = [place.get(id(x), -1) for x in handed]
+            untouched = len(out) == len(returned) and all(map(is_, out, returned))
+            if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
+                self.program = function
+                self._record(function, order, args)
+                self.inputs, self.order = [self.inputs[i] for i in order], order
+                self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
+            return out
 
     def _record(self, function: Any, order: list[int], inputs: list[Tensor]) -> None:
         """Record the kernels of the generated function, if it does nothing but to call them, and the step is a small one.

@@ -701,6 +701,11 @@ def test_a_step_whose_thread_has_ended_may_go_on_in_another():
     assert not in_a_thread(lambda: fast(params, state, torch.ones(50)))
 
 
+def test_threads_that_capture_at_the_same_time_wait_for_each_other():
+    with ThreadPoolExecutor(4) as pool:
+        assert [fast.backend for _, fast, *_ in pool.map(lambda _: captured(), range(4))] == ["eager"] * 4
+
+
 def test_a_call_within_a_call_is_refused():
     _, fast, params, state = captured()
     program = fast._program
