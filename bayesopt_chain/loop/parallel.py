@@ -601,8 +601,8 @@ def unstack(tree: Any) -> list[Any]:
     leaves, structure = optree.tree_flatten(tree)
     lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
     if not leaves or None in lengths or len(set(lengths)) > 1:
-        named = list(zip(paths_of(tree), lengths))
-        shown = "; ".join(f"{path or 'the tensor'} has {n or 'none'}" for path, n in named[:4])
+        named = zip(paths_of(tree)[:4], lengths)
+        shown = "; ".join(f"{path or 'the tensor'} has {n or 'none'}" for path, n in named)
         raise ValueError(
             f"unstack: every leaf needs an axis 0 of one length, but {shown or 'the tree is empty'}; pass what bc.stack or "
             "bc.parallel made"

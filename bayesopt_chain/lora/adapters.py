@@ -134,8 +134,9 @@ class Adapters:
         if not parts:
             raise ValueError("Adapters.predict: data has no batches")
         p, entropy, information, attended = zip(*parts)
-        joined = torch.cat(p) if probabilities else None
-        return TokenPrediction(joined, torch.cat(entropy), torch.cat(information), torch.cat(attended))
+        return TokenPrediction(
+            torch.cat(p) if probabilities else None, torch.cat(entropy), torch.cat(information), torch.cat(attended)
+        )
 
     @torch.no_grad()
     def nll(self, data: Any) -> float:

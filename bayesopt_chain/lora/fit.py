@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,17 +183,25 @@ def bayesian_lora(
         raise ValueError(
             f"bayesian_lora: {problem.data.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
-    given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
-    given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
-    given |= {"data": describe([problem.data.inputs, problem.data.targets]), "answers": problem.answers}
-    given |= {} if prior is None else {"prior": describe(prior)}
+    given: dict[str, Any] = {
+        "method": method,
+        "members": count,
+        "draws": draws,
+        "steps": steps,
+        "seed": seed,
+        "lr": lr,
+        "batch_size": problem.batch_size,
+        "prior_precision": prior_precision,
+        "data": describe([problem.data.inputs, problem.data.targets]),
+        "answers": problem.answers,
+        **({} if prior is None else {"prior": describe(prior)}),
+    }
     kept = _Kept(problem, path, given, mesh)
     if kept.is_done:
         return kept.result()
     # a candidate takes half as many gradients as a member
     each = max(2, int(steps / (count + len(PRIORS) / 2))) if decides else max(2, steps // count)
-    held_out = partial(problem.held_out_losses, each // 2)
-    losses = kept.once("losses", lambda: kept.of_first(held_out)) if decides else {}
+    losses = kept.once("losses", lambda: kept.of_first(problem.held_out_losses, each // 2)) if decides else {}
     name = min(losses, key=losses.get) if losses else f"{prior_precision} on both"  # pyright: ignore[reportCallIssue, reportArgumentType]
     if prior is not None:
         name, precisions = "given", Prior(0.0, 0.0, of_start=False)
@@ -207,13 +215,12 @@ def bayesian_lora(
                 kept.member(k, per, lambda k=k: problem.member(method, k, each, per, lr, precisions))
         else:
             kept.member(0, draws, lambda: problem.gaussian(method, each, draws, lr, precisions))
-    gradients = each * count + (each // 2) * len(losses)
     return kept.finish(
         {
             "method": method,
             "prior": name,
             "held-out losses": losses,
-            "gradients": gradients,
+            "gradients": each * count + (each // 2) * len(losses),
             "tokens": problem.tokens,
             "T": f"1/{problem.tokens}",
         }

@@ -273,9 +273,7 @@ def require_as_captured(closed_over: Sequence[Tensor], first: Sequence[Tensor]) 
 
 def _is_immutable(tree: Any) -> bool:
     """Whether a tree consists of tuples only, so that the same object always holds the same leaves."""
-    if isinstance(tree, tuple):
-        return all(map(_is_immutable, tree))
-    return tree is None or optree.tree_is_leaf(tree)
+    return all(map(_is_immutable, tree)) if isinstance(tree, tuple) else optree.tree_is_leaf(tree, none_is_leaf=True)
 
 
 class Body:
