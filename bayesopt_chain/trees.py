@@ -64,7 +64,7 @@ def entries_of(state: Any) -> Sequence[Any]:
 
 _LEAVES = frozenset((Tensor, torch.nn.Parameter, NoneType))
 # structures of one dictionary, list or tuple of tensors, by class and length: the last one met, and its keys in order
-_flat: dict[tuple[type, int], tuple[list[Any], optree.PyTreeSpec]] = {}
+_flat: dict[tuple[type, int], tuple[tuple[Any, ...], optree.PyTreeSpec]] = {}
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -75,17 +75,16 @@ def leaves_of(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """
     if (kind := type(tree)) not in (dict, list, tuple):
         return optree.tree_flatten(tree, none_is_leaf=True)
-    at, keys = (kind, len(tree)), [*tree] if kind is dict else []
-    known, structure = _flat.get(at, ([], None))
+    keys, structure = _flat.get((kind, len(tree)), ((), None))
     if (
         structure is not None
-        and all(map(is_, known, keys))  # equal ones may differ, such as 1 and True
+        and all(map(is_, keys, tree))  # equal ones may differ, such as 1 and True
         and _LEAVES.issuperset(map(type, found := structure.flatten_up_to(tree)))
     ):
         return found, structure
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     if spec.num_nodes == len(leaves) + 1:
-        _flat[at] = keys, spec
+        _flat[kind, len(tree)] = (*tree,) if kind is dict else (), spec
     return leaves, spec
 
 

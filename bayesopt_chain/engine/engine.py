@@ -16,6 +16,7 @@ import copy
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain, cycle, islice
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -37,10 +38,9 @@ from bayesopt_chain.engine.sweep_cpu import (
     NESTEROV,
     PARALLEL,
     address,
+    addresses,
     numbers_of,
-    pointers,
     sweep_kernel,
-    tensors_of,
 )
 from bayesopt_chain.matching.filters import Filtered
 from bayesopt_chain.random.compiled import integers
@@ -112,7 +112,6 @@ class Numbers(NamedTuple):
     """The numbers of one step.
 
     Attributes:
-        moves: a :class:`Move` as doubles, whose factor is that of a learning rate of 1 where there are ``rates``.
         stride: 0 where there is one rate for all leaves, 1 for each.
         adds: whether the noise is added to the gradient; false where the temperature is 0 now.
         rates: the rate of all leaves or of each, as doubles; ``None`` where it never changes.
@@ -125,7 +124,6 @@ class Numbers(NamedTuple):
         root: the address of the function that takes roots, 0 for that of C++.
     """
 
-    moves: Any
     stride: int = 0
     adds: bool = True
     rates: Any = None
@@ -139,16 +137,20 @@ class Numbers(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """What a step reads besides the gradients, a tensor for each leaf or none: parameters and the state of the links."""
+    """What a step reads besides the gradients, in the order of the kernel: parameters, and the state of the links.
+
+    Each is a tensor for each leaf, or none; of the noise there is one key, one step, and conditions if its numbers change.
+    """
 
     theta: Sequence[Any]
-    trace: Sequence[Tensor]
-    memory: Sequence[Tensor]
-    square: Sequence[Tensor]
     centre: Sequence[Tensor]
+    key: Sequence[Tensor]
+    trace: Sequence[Tensor]  # and from here on what every step writes anew
+    square: Sequence[Tensor]
+    memory: Sequence[Tensor]
     counts: Sequence[Tensor]  # of every link that counts
-    keys: tuple[Tensor, ...]  # key and step of the noise
-    conditions: tuple[Tensor, ...]
+    step: Sequence[Tensor]
+    conditions: Sequence[Tensor]
 
 
 class _Known(NamedTuple):
@@ -159,9 +161,8 @@ class _Known(NamedTuple):
     present: Sequence[int] | None
     moves: bool
     written: list[Tensor]
-    job: bytes
-    table: array[int]  # of addresses, to which the job points
-    starts: Sequence[int]  # where in it those of the gradients begin
+    job: array[int]
+    starts: Sequence[int]  # where in it the addresses of the gradients begin
 
 
 class Engine:
@@ -177,6 +178,7 @@ class Engine:
     # places in the state; none of them is read where there is no such link
     noise: Any
     temperature: Any = 0.0
+    draws: Any = None
     of_chains: Engine | None = None  # the last result of :meth:`stacked`
     velocity: Any = None
     trace: str = "trace"  # the field of the velocity
@@ -222,9 +224,10 @@ class Engine:
         if noise is not None:
             self._take_noise(plan.noise[noise], given)
         is_number = isinstance(self.step_size, (int, float))
+        # its factor is that of a learning rate of 1 where the rate may change
         self.move = Move(self.sign * (self.step_size if is_number else 1.0), **given)
-        self.moves = _packed([self.move])
-        self.constant = Numbers(self.moves) if is_number and not self.changes else None
+        self.constant = Numbers() if is_number and not self.changes else None
+        self.constant_packed = self._packed(Numbers())  # no addresses are in it
         self.chains, self.axes, self.is_large = 1, (), sum(self.sizes) > PARALLEL[noise is not None]
         self.known: _Known | None = None
         self.block: Numbers | None = None  # of the steps around the last one, at which a schedule was evaluated at once
@@ -289,7 +292,7 @@ class Engine:
         gain = 1.0 if part.momentum is None else 1.0 - part.momentum
         every = Learned(part.square_decay, 1.0 - part.square_decay, part.eps, part.eps_root, gain)
         if not part.counts:
-            return numbers._replace(learned=_packed([every]))
+            return numbers._replace(learned=_doubles([every]))
         if (at := self._counts(state.count, present)) is None:
             return None
         known = {n: self._at_count(every, n) for n in {*at}}
@@ -298,7 +301,7 @@ class Engine:
             if len(known) == 1
             else _spread([known[n] for n in at], present, [every] * len(self.where))
         )
-        return numbers._replace(learned=_packed(rows), learned_stride=int(len(rows) > 1))
+        return numbers._replace(learned=_doubles(rows), learned_stride=int(len(rows) > 1))
 
     def _at_count(self, numbers: Learned, n: int) -> Learned:
         """The numbers of a leaf that has had ``n`` updates."""
@@ -335,14 +338,12 @@ class Engine:
         is_one = len(rates) == 1 and present is None and not self.axes
         if is_one and is_constant and schedules.is_elementwise(self.step_size):
             k = entries[self.rate].count[0].item() // _BLOCK
-            block = self.block = Numbers(
-                self.moves, 0, True, _values(self.step_size, k), temperature, k * _BLOCK, _BLOCK
-            )
+            block = self.block = Numbers(0, True, _values(self.step_size, k), temperature, k * _BLOCK, _BLOCK)
             return block
         every = rates if len(rates) == 1 else _spread(rates, present, [0.0] * len(self.where))
         live = None if present is None else array("B", [k in present for k in range(len(self.where))])
         stride, adds = int(len(every) > 1), is_constant or temperature != 0
-        return Numbers(self.moves, stride, adds, array("d", every), temperature, live=live)
+        return Numbers(stride, adds, array("d", every), temperature, live=live)
 
     def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
         """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
@@ -422,7 +423,7 @@ class Engine:
             return None
         if not (_are_like(g, self.forms, present) or (moves and _are_like(g := _dense(g), self.forms, present))):
             return None
-        tensors = tuple([x for xs in found for x in xs]) if inplace else ()
+        tensors = tuple(chain.from_iterable(found)) if inplace else ()
         known = self._same(tensors, present, moves) if inplace else None
         if known is None and not self._fit(found, present, inplace or not torch.is_grad_enabled()):
             return None
@@ -431,9 +432,9 @@ class Engine:
             return self._into_new(g, found, entries, numbers, flags)
         if known is None:
             known = self.known = self._known(tensors, g, found, present, moves)
-        addresses = pointers(g)
+        gradients = array("q", addresses(g))
         for start in known.starts:
-            known.table[start : start + len(g)] = addresses
+            known.job[start : start + len(g)] = gradients
         overwritten = () if moves else g if present is None else [g[k] for k in present]
         torch.autograd.graph.increment_version([*known.written, *overwritten])
         self._run(known.job, numbers, flags, entries)
@@ -445,12 +446,13 @@ class Engine:
             counts += entries[i].count
         return _Tensors(
             theta=p or () if moves or self.flags & DECAYS else (),
-            trace=() if self.velocity is None else getattr(entries[self.velocity], self.trace),
-            memory=noise.memory if noise is not None and self.remembers else (),
-            square=() if self.learner is None else entries[self.learner].nu,
             centre=() if self.centre is None else getattr(entries[self.centre[0]], self.centre[1]),
+            key=() if noise is None else (noise.key,),
+            trace=() if self.velocity is None else getattr(entries[self.velocity], self.trace),
+            square=() if self.learner is None else entries[self.learner].nu,
+            memory=noise.memory if noise is not None and self.remembers else (),
             counts=counts,
-            keys=() if noise is None else (noise.key, noise.step),
+            step=() if noise is None else (noise.step,),
             conditions=() if noise is None else noise.conditions,
         )
 
@@ -468,13 +470,12 @@ class Engine:
 
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
+        counters = *found.key, *found.step, *found.counts
         return (
-            {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
+            {*map(_LAYOUT, counters)} <= _COUNTERS
             and (not found.conditions or self._remembers(found.conditions[0]))
-            and (
-                not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
-            )
-            and all([_are_like(xs, self.forms, present) for xs in (found.trace, found.square, found.centre) if xs])
+            and (not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in counters]))
+            and all([_are_like(xs, self.forms, present) for xs in (found.centre, found.trace, found.square) if xs])
             and (not found.memory or _are_like(found.memory, self.memory_forms, present))
             and (not found.theta or _are_like(found.theta, self.forms, present, own))
         )
@@ -488,69 +489,64 @@ class Engine:
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
     ) -> _Known:
         """The job of a step in place, which the next step uses again if its tensors are the same."""
-        out, counts = found.theta if moves else g, _where(found.counts, [x is not None for x in g] * len(self.counted))
-        lists = (found.theta, g, *found[1:5], out, *found[1:4], counts, counts)
-        job, table = self._job(lists, (*found.keys, *found.keys[1:]), (*found.conditions, *found.conditions))
-        first = len(found.theta)
-        starts = (first,) if moves else (first, sum(map(len, lists[:6])))
-        written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.square, *found.counts]
-        written += [*found.conditions, *found.keys[1:]]
-        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, table, starts)
+        out, kept = found.theta if moves else g, [*chain.from_iterable(found[3:])]
+        job = self._job(found, g, [*kept, *out])
+        starts = [len(job) - len(kept) - 2 * len(g)] + [len(job) - len(g)] * (not moves)
+        written = [*found.theta, *kept] if moves else kept
+        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, starts)
 
     def _into_new(
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
     ) -> list[Any]:
         """The step with its results in new tensors; a leaf without a gradient keeps its own, and copies of its state."""
-        out = [y if x is None else torch.empty_like(y) for x, y in zip(g, found.theta if flags & MOVES else g)]
-        live = [x is not None for x in g] if NoneType in map(type, g) else None
-        each = live and live * len(self.counted)
-        trace, memory, square = (_like(xs, live) for xs in found[1:4])
-        counts, keys, conditions = _like(found.counts, each), list[Tensor](), list[Tensor]()
+        into, kept = found.theta if flags & MOVES else g, [*chain.from_iterable(found[3:])]
+        if NoneType in map(type, g):
+            out = [y if x is None else torch.empty_like(y) for x, y in zip(g, into)]
+            new = [y.clone() if x is None else torch.empty_like(y) for x, y in zip(cycle(g), kept)]
+        else:
+            out, new = [*map(torch.empty_like, into)], [*map(torch.empty_like, kept)]
+        self._run(self._job(found, g, [*new, *out]), numbers, flags, entries)
+        rest = iter(new)
+        if found.trace:
+            entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(islice(rest, len(g)))})
+        if found.square:
+            entries[self.learner] = entries[self.learner]._replace(nu=tuple(islice(rest, len(g))))
+        memory = tuple(islice(rest, len(found.memory)))
+        for i in self.counted:
+            entries[i] = entries[i]._replace(count=tuple(islice(rest, len(g))))
         if self.noise is not None:
-            keys = [*found.keys, torch.empty_like(found.keys[1])]
-            conditions = [*map(torch.empty_like if self.changes else torch.clone, found.conditions)]
-        counters = _where(found.counts, each), _where(counts, each)
-        lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
-        job, _table = self._job(lists, keys, (*found.conditions, *conditions))
-        self._run(job, numbers, flags, entries)
-        if trace:
-            entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
-        if square:
-            entries[self.learner] = entries[self.learner]._replace(nu=tuple(square))
-        for k, i in enumerate(self.counted):
-            entries[i] = entries[i]._replace(count=tuple(counts[k * len(g) : (k + 1) * len(g)]))
-        if self.noise is not None:
-            given = {"memory": tuple(memory)} if memory else {}
+            step, *conditions = rest
+            given = {"memory": memory} if memory else {}
             # a key of its own: whoever overwrites one state must not change the other
-            given |= {"key": keys[0].clone(), "step": keys[2], "conditions": tuple(conditions)}
+            given |= {"key": found.key[0].clone(), "step": step, "conditions": tuple(conditions)}
             entries[self.noise] = entries[self.noise]._replace(**given)
         return out
 
-    def _job(
-        self, lists: Sequence[Sequence[Any]], keys: Sequence[Tensor], conditions: Sequence[Tensor]
-    ) -> tuple[bytes, array[int]]:
-        """A job without the numbers of the step, and the table of addresses to which it points.
+    def _job(self, found: _Tensors, g: Sequence[Any], into: Sequence[Any]) -> array[int]:
+        """A job without the numbers of the step, as the kernel reads it.
 
         Args:
-            lists: the tensors p to r and the old and the new counters, in the order of the kernel; ``None`` for a leaf that has
-                no gradient.
-            keys: key, step, and where the next step is written.
-            conditions: of the last step, and where those of this one are written.
+            found: what is read.
+            g: gradients, ``None`` for a missing one.
+            into: the tensors into which go what is kept, and then parameters or updates.
         """
-        table = array("q", [0 if x is None else x.data_ptr() for xs in lists for x in xs])
-        keyed = (keys[0].data_ptr(), address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
-        noted = map(Tensor.data_ptr, conditions) if conditions else (0, 0)
-        where = len(self.sizes), address(self.sizes), address(table)
-        return tensors_of(*where, *map(len, lists), *keyed, *noted, self.chains), table
+        lists = *found, g
+        head = address(self.sizes), self.chains, address(self.draws), *map(len, lists)
+        return array("q", [*head, *addresses([*chain.from_iterable(lists), *into])])
 
-    def _run(self, job: bytes, numbers: Numbers, flags: int, entries: Sequence[Any]) -> None:
-        """Do a job with the numbers of this step."""
-        rule = self.rule if self.changes else None
-        moves = *map(address, (numbers.moves, rule, numbers.rates, numbers.live)), numbers.stride
+    def _packed(self, numbers: Numbers) -> bytes:
+        """The numbers as the kernel reads them, good as long as their arrays live."""
+        rule = address(self.rule if self.changes else None)
+        where = address(numbers.rates), address(numbers.live), numbers.stride, numbers.first, numbers.length
         learned = address(numbers.learned), numbers.learned_stride, numbers.root
+        return numbers_of(*self.move, numbers.temperature, rule, *where, *learned)
+
+    def _run(self, job: array[int], numbers: Numbers, flags: int, entries: Sequence[Any]) -> None:
+        """Do a job with the numbers of this step."""
+        packed = self.constant_packed if numbers is self.constant else self._packed(numbers)
         threads = torch.get_num_threads() if self.is_large else 1
         kernel: Any = sweep_kernel()
-        if kernel.sweep[self.dtype](job + numbers_of(*moves, *learned, *numbers[4:7], flags, threads)):
+        if kernel.sweep[self.dtype](address(job), packed, flags, threads):
             self.block = None  # the counters are not in it, or differ; nothing is done yet
             now: Any = self._moves(entries, None, None)
             now = now._replace(learned=numbers.learned, learned_stride=numbers.learned_stride, root=numbers.root)
@@ -558,10 +554,10 @@ class Engine:
 
     def _moves_on_device(self, g: Sequence[Any], found: _Tensors, numbers: Numbers) -> bool:
         """Move parameters and state in place by the Triton kernel, if it knows this step and these tensors."""
-        is_known = found.keys and not found.centre and not self.flags & (NESTEROV | FLIPS | DIVIDES)
+        is_known = found.key and not found.centre and not self.flags & (NESTEROV | FLIPS | DIVIDES)
         if not is_known or numbers is not self.constant or not _has_device_kernel(found.theta[0]):
             return False
-        (key, step), move = found.keys, self.move
+        (key,), (step,), move = found.key, found.step, self.move
         kept = found.trace or [m[0] for m in found.memory]
         places = [k for k, x in enumerate(g) if x is not None]
         lists = [[xs[k] for k in places] for xs in (found.theta, g, kept)] if len(kept) == len(g) else [[]]
@@ -625,18 +621,6 @@ def _dense(g: Sequence[Any]) -> list[Any]:
     return [x.contiguous() if isinstance(x, Tensor) and x.layout is torch.strided else x for x in g]
 
 
-def _like(xs: Sequence[Any], live: Sequence[bool] | None) -> list[Any]:
-    """A new tensor for each of these, a copy for a leaf without a gradient; ``live`` is ``None`` where all have one."""
-    if live is None:
-        return [*map(torch.empty_like, xs)]
-    return [torch.empty_like(x) if y else x.clone() for x, y in zip(xs, live)]
-
-
-def _where(xs: Sequence[Tensor], live: Sequence[bool] | None) -> Sequence[Tensor | None]:
-    """These tensors, ``None`` for leaves without a gradient."""
-    return xs if live is None else [x if y else None for x, y in zip(xs, live)]
-
-
 def _has_device_kernel(x: Any) -> bool:
     """Whether :mod:`bayesopt_chain.engine.langevin_cuda` takes this tensor."""
     return isinstance(x, Tensor) and x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and has_triton()
@@ -649,7 +633,7 @@ def _spread(values: Sequence[Any], present: Sequence[int] | None, others: list[A
     return others
 
 
-def _packed(rows: Sequence[Move] | Sequence[Learned]) -> Any:
+def _doubles(rows: Sequence[Learned]) -> Any:
     return array("d", [x for row in rows for x in row])
 
 

@@ -31,29 +31,25 @@ struct Conditions {
   double temperature, rate, front, surplus, other;
 };
 
-// all tensors have the chains on their first axis
+// behind it lie the addresses of the tensors, list behind list, which have the chains on their first axis
 struct Job {
-  int64_t leaves;
   const int64_t* sizes;
-  void** table;         // the addresses of all tensors, list behind list
-  int64_t lengths[12];  // of the lists p, g, s, m, q, c, u, t, w, r, counts and next_counts; 0 for what is not there
-  const int64_t *key, *draws, *step;
-  int64_t* next_step;
-  const Conditions* conditions;
-  Conditions* next_conditions;
   int64_t chains;
-  // of this step
-  const Move* numbers;
+  const int64_t* draws;
+  int64_t lengths[10];  // of the lists that are read: see sweep
+};
+
+struct Numbers {
+  Move move;
+  double temperature;
   const Rule* rule;     // by which numbers are worked out of rate and temperature; null where they need only the rate
-  const double* rates;  // of all leaves or of each, or a table; null where numbers are whole
+  const double* rates;  // of all leaves or of each, or a table; null where the move is whole
   const uint8_t* live;  // whether a leaf has a gradient; null if all have one
   int64_t stride;
+  int64_t first, length;  // counts of the table; a length of 0 without one
   const Learned* learned;
   int64_t learned_stride;
   void* root;  // a function that takes roots; null for that of C++
-  double temperature;
-  int64_t first, length;  // counts of the table; a length of 0 without one
-  int64_t flags, threads;
 };
 
 // The arithmetic of bayesopt_chain.matching: law.py and filters.Scheduled of one branch, on doubles, operation for operation.
@@ -109,30 +105,30 @@ Move move_of(const Rule& rule, double rate_now, double now_temperature, const Co
 }
 
 // the rates of this step: in a table that of the count of all leaves, null if they differ or it has none
-const double* rates_of(const Job& job, const int64_t* const* counts) {
-  if (!job.length) return job.rates;
-  const int64_t n = *counts[0] - job.first;
-  for (int64_t i = 1; i < job.leaves; ++i)
+const double* rates_of(const Numbers& now, const int64_t* const* counts, int64_t leaves) {
+  if (!now.length) return now.rates;
+  const int64_t n = *counts[0] - now.first;
+  for (int64_t i = 1; i < leaves; ++i)
     if (*counts[i] != *counts[0]) return nullptr;
-  return n >= 0 && n < job.length ? job.rates + n : nullptr;
+  return n >= 0 && n < now.length ? now.rates + n : nullptr;
 }
 
 // the numbers of all leaves; a leaf without a gradient remembers what it did
-void numbers_of(const Job& job, const double* rates, std::vector<Move>& moves, std::vector<Conditions>& after) {
-  const Conditions* last = job.conditions;
-  for (int64_t i = 0; i < job.leaves; ++i) {
-    const double rate = rates[i * job.stride];
-    if (!job.rule) {
-      moves[i] = *job.numbers;
+void moves_of(const Numbers& now, const double* rates, const Conditions* last, std::vector<Move>& moves,
+              std::vector<Conditions>& after) {
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const double rate = rates[i * now.stride];
+    if (!now.rule) {
+      moves[i] = now.move;
       moves[i].factor *= rate;
       continue;
     }
     after[i] = last[i];
-    if (job.live && !job.live[i]) continue;
+    if (now.live && !now.live[i]) continue;
     // as most leaves are: like the one before
-    const bool repeats = i && !job.live && !job.stride && !std::memcmp(last + i, last + i - 1, sizeof *last);
+    const bool repeats = i && !now.live && !now.stride && !std::memcmp(last + i, last + i - 1, sizeof *last);
     if (repeats) after[i] = after[i - 1];
-    moves[i] = repeats ? moves[i - 1] : move_of(*job.rule, rate, job.temperature, last[i], after[i]);
+    moves[i] = repeats ? moves[i - 1] : move_of(*now.rule, rate, now.temperature, last[i], after[i]);
   }
 }
 
@@ -235,6 +231,10 @@ template <class Real>
 using Kernel = void (*)(int64_t, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*,
                         const Real*, Real*, Real*, Real*, const Move&, const Learned&, int64_t);
 
+// in the place of a gradient that there is none of; null is the address of one without elements
+template <class Real>
+const Real* const MISSING = reinterpret_cast<const Real*>(-1);
+
 template <class To>
 inline To* from(To* const* places, int64_t i, int64_t a) {
   return places ? places[i] + a : nullptr;
@@ -242,76 +242,90 @@ inline To* from(To* const* places, int64_t i, int64_t a) {
 
 // whether there is no rate for this step in the table; then nothing is done
 template <class Real>
-bool sweep(const Job& job) {
+bool sweep(const Job& job, const Numbers& now, int64_t flags, int64_t threads) {
 #define BY_DECAY(S, V, N) {run<S, V, N, false, Real>, run<S, V, N, true, Real>}
 #define BY_NOISE(S, V) {BY_DECAY(S, V, 0), BY_DECAY(S, V, 1), BY_DECAY(S, V, 2)}
   static const Kernel<Real> table[7][3][2] = {BY_NOISE(0, 0), BY_NOISE(0, 1), BY_NOISE(0, 2), BY_NOISE(1, 1),
                                               BY_NOISE(2, 0), BY_NOISE(2, 1), BY_NOISE(2, 2)};
-  enum { P, G, S, M, Q, C, U, T, W, R, COUNTS, NEXT_COUNTS, LISTS };
-  void** lists[LISTS];
-  void** next = job.table;
-  for (int k = 0; k < LISTS; next += job.lengths[k++]) lists[k] = job.lengths[k] ? next : nullptr;
-  const bool draws = job.flags & DRAWS, decays = job.flags & DECAYS;
-  const int velocity = lists[S] ? (job.flags & NESTEROV ? 2 : 1) : 0, first = job.flags & DIVIDES ? 4 : 0;
-  const int form = job.flags & MOMENT ? 3 : first + velocity;
+  // the last seven are written, and as long as the seven before them, which they replace
+  enum { P, C, KEY, S, Q, M, COUNTS, STEP, CONDITIONS, G, T, R, W, NEXT_COUNTS, NEXT_STEP, NEXT_CONDITIONS, U, LISTS };
+  void* const* lists[LISTS];
+  auto next = reinterpret_cast<void* const*>(&job + 1);
+  for (int k = 0; k < LISTS; ++k) {
+    const int64_t length = job.lengths[k > G ? k - 7 : k];
+    lists[k] = length ? next : nullptr;
+    next += length;
+  }
+  const int64_t leaves = job.lengths[G];
+  const bool draws = flags & DRAWS, decays = flags & DECAYS;
+  const int velocity = lists[S] ? (flags & NESTEROV ? 2 : 1) : 0, first = flags & DIVIDES ? 4 : 0;
+  const int form = flags & MOMENT ? 3 : first + velocity;
   const Kernel<Real> kernel = table[form][draws ? (lists[M] ? 2 : 1) : 0][decays];
   const Learned nothing = {0, 0, 0, 0, 1, 1, 1, 0};
-  std::vector<Move> moves(job.rates ? job.leaves : 0);
-  std::vector<Conditions> after(job.rule ? job.leaves : 0);
-  const auto counts = reinterpret_cast<const int64_t* const*>(lists[COUNTS]);  // null for a leaf without a gradient
-  const double* rates = rates_of(job, counts);
-  if (job.rates && !rates) return true;
-  if (job.rates) numbers_of(job, rates, moves, after);
-  const Move* numbers = job.rates ? moves.data() : job.numbers;
+  std::vector<Move> moves(now.rates ? leaves : 0);
+  std::vector<Conditions> after(now.rule ? leaves : 0);
+  const auto counts = reinterpret_cast<const int64_t* const*>(lists[COUNTS]);
+  const auto last = lists[CONDITIONS] ? static_cast<const Conditions*>(*lists[CONDITIONS]) : nullptr;
+  const double* rates = rates_of(now, counts, leaves);
+  if (now.rates && !rates) return true;
+  if (now.rates) moves_of(now, rates, last, moves, after);
   const auto p = reinterpret_cast<const Real* const*>(lists[P]), g = reinterpret_cast<const Real* const*>(lists[G]),
              s = reinterpret_cast<const Real* const*>(lists[S]), m = reinterpret_cast<const Real* const*>(lists[M]),
              q = reinterpret_cast<const Real* const*>(lists[Q]), c = reinterpret_cast<const Real* const*>(lists[C]);
   const auto u = reinterpret_cast<Real* const*>(lists[U]), t = reinterpret_cast<Real* const*>(lists[T]),
              w = reinterpret_cast<Real* const*>(lists[W]), r = reinterpret_cast<Real* const*>(lists[R]);
-  const auto next_counts = reinterpret_cast<int64_t* const*>(lists[NEXT_COUNTS]);
+  const auto keys = draws ? static_cast<const uint64_t*>(*lists[KEY]) : nullptr,
+             steps = draws ? static_cast<const uint64_t*>(*lists[STEP]) : nullptr;
   constexpr int64_t BLOCK = 1 << 14;
-  const bool learning = job.flags & (DIVIDES | MOMENT);
+  const bool learning = flags & (DIVIDES | MOMENT);
   const int64_t row_size = draws || learning ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
-#pragma omp parallel num_threads(int(job.threads)) if (job.threads > 1)
-  for (int64_t k = 0; k < job.chains * job.leaves; ++k) {
-    const int64_t chain = k / job.leaves, i = k % job.leaves;
-    if (!g[i]) continue;
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  for (int64_t k = 0; k < job.chains * leaves; ++k) {
+    const int64_t chain = k / leaves, i = k % leaves;
+    if (g[i] == MISSING<Real>) continue;
     const int64_t size = job.sizes[i], blocks = (size + BLOCK - 1) / BLOCK;
     Stream stream = {};
     if (draws) {
-      const uint64_t key = job.key[chain], step = job.step[chain];
+      const uint64_t key = keys[chain], step = steps[chain];
       stream = {uint32_t(job.draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
     }
 #pragma omp for schedule(static) nowait
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
       Real xi[4 * RUN], d[4 * RUN], shape[4 * RUN];
-      const Move& move = numbers[job.rates ? i : 0];
-      const Learned& learned = job.learned ? job.learned[i * job.learned_stride] : nothing;
+      const Move& move = now.rates ? moves[i] : now.move;
+      const Learned& learned = now.learned ? now.learned[i * now.learned_stride] : nothing;
       for (int64_t a = b * BLOCK; a < end; a += row_size) {
         const int64_t n = end - a < row_size ? end - a : row_size, at = chain * size + a;
         if (draws) row(a / (4 * RUN), 0, int(n), stream, xi);
         if (learning)
-          learn(n, from(p, i, at), g[i] + at, from(q, i, at), from(c, i, at), from(r, i, at), d, shape, move, learned, job.flags,
-                reinterpret_cast<Root<Real>>(job.root));
+          learn(n, from(p, i, at), g[i] + at, from(q, i, at), from(c, i, at), from(r, i, at), d, shape, move, learned, flags,
+                reinterpret_cast<Root<Real>>(now.root));
         kernel(n, from(p, i, at), g[i] + at, from(s, i, at), from(m, i, at), from(c, i, at), d, shape, xi, u[i] + at,
-               from(t, i, at), from(w, i, at), move, learned, job.flags);
+               from(t, i, at), from(w, i, at), move, learned, flags);
       }
     }
   }
   for (int64_t chain = 0; chain < job.chains; ++chain) {
-    if (job.rule) std::memcpy(job.next_conditions + chain * job.leaves, after.data(), sizeof(Conditions) * job.leaves);
-    if (draws) job.next_step[chain] = job.step[chain] + 1;
+    if (last) {
+      const Conditions* from = now.rule ? after.data() : last + chain * leaves;
+      std::memmove(static_cast<Conditions*>(*lists[NEXT_CONDITIONS]) + chain * leaves, from, sizeof *from * leaves);
+    }
+    if (draws) static_cast<uint64_t*>(*lists[NEXT_STEP])[chain] = steps[chain] + 1;
     for (int64_t i = 0; i < job.lengths[COUNTS]; ++i)
-      if (counts[i]) next_counts[i][chain] = counts[i][chain] + 1;
+      if (g[i % leaves] != MISSING<Real>) static_cast<int64_t*>(lists[NEXT_COUNTS][i])[chain] = counts[i][chain] + 1;
   }
   return false;
 }
 
 }  // namespace
 
-extern "C" int sweep_float(const Job* job) { return sweep<float>(*job); }
-extern "C" int sweep_double(const Job* job) { return sweep<double>(*job); }
+#define EXPORT(name, Real) \
+  extern "C" int name(const Job* job, const Numbers* now, int64_t flags, int64_t threads) { \
+    return sweep<Real>(*job, *now, flags, threads); \
+  }
+EXPORT(sweep_float, float)
+EXPORT(sweep_double, double)
 extern "C" void roots_float(int64_t n, const float* x, float* y, void* mkl) { roots(n, x, y, reinterpret_cast<Root<float>>(mkl)); }
 extern "C" void roots_double(int64_t n, const double* x, double* y, void* mkl) {
   roots(n, x, y, reinterpret_cast<Root<double>>(mkl));

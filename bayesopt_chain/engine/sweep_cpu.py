@@ -42,33 +42,39 @@ MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, DIVIDES, MOMENT = (2**k for k in ra
 # elements below which threads cost more than they save, with draws and without
 PARALLEL = {True: 2**15, False: 2**17}
 
-# ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, a table of addresses, the lengths of its
-# lists p, g, s, m, q, c, u, t, w, r, counts, next_counts, key, draws, step, next_step, conditions, next_conditions, chains
-tensors_of = Struct("22q").pack
-# and of a step: numbers, rule, rates, live, stride, learned, learned_stride, root, temperature, first, length, flags, threads
-numbers_of = Struct("8qd4q").pack
+# ``Job`` of the source is an array of addresses (0 for none) and integers: sizes, chains, draws; the lengths of the lists p, c,
+# key, s, q, m, counts, step, conditions and g; the addresses in these lists, and of what replaces those from s on.
+# ``Numbers`` of the source: a move, the temperature, and addresses (0 for none) and integers: rule, rates, live, stride, first,
+# length, learned, learned_stride, root
+numbers_of = Struct("10d9q").pack
 
 
 class Sweep(NamedTuple):
     """The functions of the library.
 
     Attributes:
-        sweep: for each dtype, a function of what :data:`tensors_of` and :data:`numbers_of` packed, which checks nothing. It
-            returns 1, with nothing done, where the counters of the leaves differ or have no rate in the table; 0 elsewhere.
+        sweep: for each dtype, a function of the address of a job, of what :data:`numbers_of` packed, of flags and of
+            the number of threads, which checks nothing. It returns 1, with nothing done, where the counters of the leaves
+            differ or have no rate in the table; 0 elsewhere.
         rounds_alike: whether its ``a + k b`` has the bits of torch's.
         roots: for each dtype the address of the function that takes roots, 0 for that of C++; ``None`` if it is not as torch's.
     """
 
-    sweep: dict[torch.dtype, Callable[[bytes], int]]
+    sweep: dict[torch.dtype, Callable[[int, bytes, int, int], int]]
     rounds_alike: bool
     roots: dict[torch.dtype, int | None]
 
 
-def pointers(tensors: Sequence[Tensor | None]) -> array[int]:
-    """The addresses of contiguous tensors, 0 for a missing one, as an array that the kernels take."""
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The addresses of contiguous tensors, -1 for a missing one; that of a tensor without elements is 0."""
     if NoneType in map(type, tensors):
-        return array("q", [0 if x is None else x.data_ptr() for x in tensors])
-    return array("q", map(Tensor.data_ptr, tensors))  # pyright: ignore[reportArgumentType]
+        return [-1 if x is None else x.data_ptr() for x in tensors]
+    return [*map(Tensor.data_ptr, tensors)]  # pyright: ignore[reportArgumentType]
+
+
+def pointers(tensors: Sequence[Tensor]) -> array[int]:
+    """The addresses of contiguous tensors as an array that the kernels take."""
+    return array("q", addresses(tensors))  # of a list, which takes half the time of an iterator
 
 
 def address(numbers: array[Any] | None) -> int:
@@ -85,7 +91,8 @@ def sweep_kernel() -> Sweep | None:
         return None
     sweeps: dict[torch.dtype, Any] = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
     for kernel in sweeps.values():
-        kernel.restype, kernel.argtypes = ctypes.c_int, [ctypes.c_void_p]
+        kernel.restype = ctypes.c_int
+        kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     roots = {torch.float32: library.roots_float, torch.float64: library.roots_double}
     found = {dtype: _root_of(dtype, function) for dtype, function in roots.items()}
     return Sweep(sweeps, bool(library.fuses()) == _torch_fuses(), found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -29,7 +30,8 @@ NO_GRADIENT = (
 )
 
 # classes that need no further checks; DTensors and other subclasses may override operations
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_LAYOUT = attrgetter("layout")
 _HAS_RANKS = dist.is_available()
 
 
@@ -151,9 +153,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     """
     leaves: list[Any]
     leaves, spec = leaves_of(params)
-    if NoneType in map(type, leaves):  # an absent parameter, which the structure keeps
-        leaves, spec = optree.tree_flatten(params)
-    if not all([type(p) in PLAIN and p.is_floating_point() for p in leaves]):
+    if not (PLAIN.issuperset(map(type, leaves)) and all(map(Tensor.is_floating_point, leaves))):
+        leaves, spec = optree.tree_flatten(params)  # without absent parameters, which the structure keeps
         checks.differentiable(leaves, params)
     if tracing.is_transformed():
         grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(x), batch), leaves)
@@ -167,11 +168,11 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             grads: Any = _torch.gradients(out, points) if out.requires_grad else ()
         finally:
             _torch.set_grad_enabled(was_enabled)
-        if not grads or any([g is None for g in grads]):
+        if not grads or NoneType in map(type, grads):
             grads = _with_zeros(points, grads)
         out = out.detach()
         info = Info(out if type(out) is Tensor else _torch.whole(out), detach(aux))
-    if not all([g.layout is torch.strided for g in grads]):
+    if {*map(_LAYOUT, grads)} != {torch.strided}:
         for path, g in zip(optree.tree_paths(params), grads):
             checks.dense(f"loss: the gradient of leaf {checks.name(path)}", g)
     return spec.unflatten(grads), info

@@ -463,9 +463,10 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
         return state.stream
     if isinstance(state, (SkipState, MasterState, EstimatedState)):
         return stream_of(state.inner)
-    key, count = getattr(state, "key", None), getattr(state, "step", None)
-    if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
-        return key, count
+    if isinstance(key := getattr(state, "key", None), Tensor):
+        count = getattr(state, "step", None)
+        if isinstance(count, Tensor) and key.ndim == count.ndim == 0:
+            return key, count
     for x in state:  # a tuple of tensors is a field with one for each leaf, which holds no state
         if (
             isinstance(x, tuple)
@@ -489,7 +490,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
         The new parameters; with ``inplace`` the tree that was given.
     """
     (leaves, spec), (moves, _) = leaves_of(params), leaves_of(updates)
-    if not all([type(p) in PLAIN for p in leaves]):
+    if not PLAIN.issuperset(map(type, leaves)):
         new = shards.add(leaves, moves, inplace)
     elif inplace:
         new = [p if u is None else p.add_(u) for p, u in zip(leaves, moves)]

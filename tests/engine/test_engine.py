@@ -238,7 +238,7 @@ class Watch(TorchDispatchMode):
 
 def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
     calls, kernel = [], sweep_kernel()
-    counting = kernel._replace(sweep={k: lambda job, f=f: calls.append(1) or f(job) for k, f in kernel.sweep.items()})
+    counting = kernel._replace(sweep={k: lambda *job, f=f: calls.append(1) or f(*job) for k, f in kernel.sweep.items()})
     monkeypatch.setattr(engine_module, "sweep_kernel", lambda: counting)
     tx, params, g = bc.sghmc(0.1, temperature=0.3), [torch.zeros(4, 3), torch.zeros(2)], torch.arange(12.0).view(3, 4).T
 
@@ -266,7 +266,7 @@ def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
 )
 def test_a_kernel_that_rounds_unlike_torch_leaves_adam_to_its_links(lacks, monkeypatch):
     calls, kernel = [], sweep_kernel()
-    counting = {k: lambda job, f=f: calls.append(1) or f(job) for k, f in kernel.sweep.items()}
+    counting = {k: lambda *job, f=f: calls.append(1) or f(*job) for k, f in kernel.sweep.items()}
     monkeypatch.setattr(engine_module, "sweep_kernel", lambda: kernel._replace(sweep=counting, **lacks))
     tx, theirs, g = bc.adam(0.1), torchopt.adam(0.1), [torch.linspace(-3.0, 3.0, 1001)]
     state, their_state = tx.init(g), theirs.init(g)
