@@ -224,10 +224,11 @@ def _with_measured_init(
 
 
 @checks.takes(
+    at=checks.SEQUENCE,
     mode=checks.PLACE._replace(
         words="finite parameters near a minimum of the loss",
         hint="run the chain at temperature=0 first, or use svrg, which takes its references on the way",
-    )
+    ),
 )
 def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence[Any] = ()) -> GradientEstimator:
     """Estimate gradients with control variates: the gradients of the same batch at a mode of the loss.

@@ -633,7 +633,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         generator: source of the keys (default: torch's global generator).
 
     Returns:
-        A list of ``n`` states. Each has a new key, the first too.
+        A list of ``n`` states. Each has a new key, the first too; of stacked chains a new one for each of them.
 
     Raises:
         TypeError: ``state`` is no tree of tensors.
@@ -651,7 +651,8 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         """Copy a tensor, or an entry of the state with a new key."""
         if is_keyed(entry):
             inner: Any = optree.tree_map(torch.clone, entry._replace(key=()))
-            return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))
+            keys = [keyed_stream.new_key(generator, entry.key.device) for _ in range(entry.key.numel())]  # one a chain
+            return inner._replace(key=torch.stack(keys).reshape(entry.key.shape))
         return entry.clone() if isinstance(entry, Tensor) else entry
 
     tree: Any = state

@@ -378,8 +378,8 @@ class _Problem:
             for name, precisions in PRIORS.items():
                 with self.started(0):
                     self.train(0, steps, LEARNING_RATES["ensemble"], precisions, rest)
-                one = {n: x[None] for n, x in self.params().items()}
-                losses[name] = Adapters(self.model, one, answers=self.answers).nll_of([self.data.take(held)])
+                one = Adapters(self.model, {n: x[None] for n, x in self.params().items()}, answers=self.answers)
+                losses[name] = one.nll_of([self.data.take(held)])
         return losses
 
     def member(self, method: str, k: int, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Tensor]:
@@ -403,8 +403,9 @@ class _Problem:
         with self.started(0):
             if method == "ivon":
                 settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}
-                groups = self.groups(precisions)
-                ivon = optim.IVON(groups, lr, temperature=1 / self.tokens, generator=generator, **settings)
+                ivon = optim.IVON(
+                    self.groups(precisions), lr, temperature=1 / self.tokens, generator=generator, **settings
+                )
                 self.run(ivon, self.batches(every, 0), steps, self.tokens / self.data.size)
                 found = []
                 for k in range(count):
@@ -490,9 +491,9 @@ class _Kept(Stages):
     def finish(self, report: Mapping[str, Any]) -> Adapters:
         """All draws together, of all ranks."""
         stacked = self.gathered({name: torch.stack([draw[name] for draw in self.draws]) for name in self.draws[0]})
-        model, answers = self.problem.model, self.problem.answers
-        found = Adapters(model, stacked, posterior=self.posterior, report=report, answers=answers)
+        found = Adapters(
+            self.problem.model, stacked, posterior=self.posterior, report=report, answers=self.problem.answers
+        )
         if (path := self.path) is not None:
-            text = json.dumps(found.about(), indent=1) + "\n"
-            self.of_first(lambda: files.replace(path / ABOUT, [text.encode()]))
+            self.of_first(lambda: files.replace(path / ABOUT, [f"{json.dumps(found.about(), indent=1)}\n".encode()]))
         return found

@@ -197,8 +197,7 @@ def _answers(
     targets: bool = True,
 ) -> list[Any]:
     """What ``answer`` says of as many data at a time as have gradients of :data:`ROW_BYTES`."""
-    numbers = size(posterior.mean) * optree.tree_leaves(posterior.mean)[0].element_size()
-    at_once = max(1, ROW_BYTES // numbers)
+    at_once = max(1, ROW_BYTES // (size(posterior.mean) * optree.tree_leaves(posterior.mean)[0].element_size()))
 
     def of_batch(batch: Any) -> list[Any]:
         if targets and batch[1] is None:

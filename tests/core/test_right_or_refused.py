@@ -173,8 +173,8 @@ def test_stacking_copies_of_a_state_is_refused_and_fork_gives_each_a_key_of_its_
         with pytest.raises(ValueError, match=words):
             bc.stack([copied, copy.deepcopy(copied)])
     states = bc.fork(state, 3)
-    keys = [s[1].key.item() for s in states]
-    assert len(set(keys)) == 3 and all(type(s) is State for s in states)
+    keys = [*(s[1].key.item() for s in states), *bc.fork(bc.stack(states), 1)[0][1].key.tolist()]
+    assert len(set(keys)) == 6 and all(type(s) is State for s in states)
     stacked = bc.stack(states)
     updates, _ = torch.vmap(lambda s: tx.update({"w": torch.ones(4)}, s, params=params, inplace=False))(stacked)
     assert not torch.equal(updates["w"][0], updates["w"][1])

@@ -156,6 +156,7 @@ def test_what_an_estimator_cannot_do_or_be_made_of_is_refused():
                 r"made with an estimator of bc\.gradients, so its state is what step\.init",
             ),
             (lambda: bc.gradients.svrg(loss, bc.epochs(torch.ones(4), 2, with_rows=True)), "without with_rows="),
+            (lambda: bc.gradients.control_variates(loss, [theta], theta, at=theta), "at must be a list"),
         ),
         error=(TypeError, ValueError),
     )
