@@ -59,7 +59,6 @@ PRODUCT_BYTES = 2**25  # the default bound on what Hessian products hold at once
 STRUCTURES = tuple(MAKERS)
 
 STRUCTURE = checks.one_of(*STRUCTURES)
-EXACT = checks.one_of("dense", "diagonal")._replace(hint="a Hessian has no root; others are curvature.ggn's")
 SHARING = checks.one_of("expand", "reduce")
 
 
@@ -218,7 +217,10 @@ def empirical_fisher(
     )
 
 
-@checks.takes(structure=EXACT, targets=checks.INPUTS)
+@checks.takes(
+    structure=checks.one_of("dense", "diagonal")._replace(hint="a Hessian has no root; others are curvature.ggn's"),
+    targets=checks.INPUTS,
+)
 def hessian(
     forward: Forward,
     likelihood: Likelihood,

@@ -224,23 +224,21 @@ class Epochs:
         return f"epochs({self.size} data, {self.batch_size}, order={self.order!r}, seed={self.seed}{chains}{part})"
 
 
-_ORDER = checks.Kind(
-    lambda x: checks.FUNCTION.fits(x) or (isinstance(x, str) and x in get_args(Order)),
-    f"one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain)",
-    (str,),
-)
-_ROWS = checks.Kind(
-    lambda x: x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
-    "a tensor of row numbers, a list of them, or None",
-)
-
-
 @checks.takes(
-    order=_ORDER,
+    order=checks.Kind(
+        lambda x: checks.FUNCTION.fits(x) or (isinstance(x, str) and x in get_args(Order)),
+        f"one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain)",
+        (str,),
+    ),
     batch_size=checks.INDEX,
     seed=checks.INDEX,
     chains=checks.WHOLE.or_none(),
-    leave_out=_ROWS,
+    leave_out=checks.Kind(
+        lambda x: (
+            x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x))
+        ),
+        "a tensor of row numbers, a list of them, or None",
+    ),
     with_rows=checks.BOOL,
     mesh=checks.ANY,
 )

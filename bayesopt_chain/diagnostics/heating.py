@@ -158,19 +158,17 @@ class Heating:
         return "\n".join(lines)
 
 
-CURVATURE = checks.Kind(
-    checks.FUNCTION.fits,
-    "a product v -> H v on trees, such as bc.diagnostics.hessian_product gives; of a matrix H, where params is a vector, H.mv",
-)
-
-
 @checks.takes(
     tx=checks.ANY,
     noise=checks.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise"),
     again=checks.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise, or None"),
     order=checks.one_of(*get_args(Order)),
     steps_per_epoch=checks.number("[1, inf]"),
-    curvature=CURVATURE,
+    curvature=checks.Kind(
+        checks.FUNCTION.fits,
+        "a product v -> H v on trees, such as bc.diagnostics.hessian_product gives; of a matrix H, where params is a vector, "
+        "H.mv",
+    ),
 )
 def heating(
     tx: Any,

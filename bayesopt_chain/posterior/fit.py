@@ -506,12 +506,6 @@ def solved(model: Model, regression: Regression, prior_precision: Any, scale: Te
     return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
 
 
-SUBSET = checks.Kind(
-    lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
-    "'all', 'last_layer', a list of names, or a function of a name",
-)
-
-
 @checks.takes(
     module_or_forward=checks.ANY,
     likelihood=checks.instance(
@@ -521,7 +515,10 @@ SUBSET = checks.Kind(
     loader=checks.BATCHES,
     params=checks.TREE,
     structure=checks.one_of(*STRUCTURES).or_none(),
-    subset=SUBSET,
+    subset=checks.Kind(
+        lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
+        "'all', 'last_layer', a list of names, or a function of a name",
+    ),
     tune=checks.one_of("evidence", "validation").or_none(),
     tune_noise=checks.Kind(
         lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"

@@ -186,11 +186,6 @@ def device_of(leaves: Sequence[Tensor]) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-_SHAPE = checks.Kind(
-    lambda x: isinstance(x, (tuple, list)) and all(checks.whole(0).fits(n) for n in x), "a tuple of whole numbers"
-)
-
-
 class Gaussian(NamedTuple):
     """A Gaussian posterior over a tree of P parameters.
 
@@ -238,7 +233,12 @@ class Gaussian(NamedTuple):
         require_finite(self.precision.entries(), "the posterior's precision")
         return self._replace(precision=self.precision.factorised())
 
-    @checks.takes(shape=_SHAPE)
+    @checks.takes(
+        shape=checks.Kind(
+            lambda x: isinstance(x, (tuple, list)) and all(checks.whole(0).fits(n) for n in x),
+            "a tuple of whole numbers",
+        )
+    )
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> Tree:
         """Independent draws.
 

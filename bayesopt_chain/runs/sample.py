@@ -38,9 +38,6 @@ from bayesopt_chain.trees import found_finite
 
 EACH = 16  # chains of which log_to writes a curve each; of more the mean alone
 _STEP = checks.Kind(callable, "a step (params, state, batch) -> (params, state, info), as of bc.make_step")
-_CALLBACKS = checks.Kind(
-    lambda x: checks.SEQUENCE.fits(x) and all(map(callable, x)), "functions of an Iteration, in a list"
-)
 
 
 @checks.takes(step=_STEP, params=checks.ANY, batches=checks.ANY)
@@ -101,7 +98,9 @@ def _iterated(run: Run) -> Iterator[Iteration]:
     batches=checks.ANY,
     path=checks.FOLDER,
     seed=checks.INDEX,
-    callbacks=_CALLBACKS,
+    callbacks=checks.Kind(
+        lambda x: checks.SEQUENCE.fits(x) and all(map(callable, x)), "functions of an Iteration, in a list"
+    ),
     keep=checks.BOOL,
 )
 def sample(
