@@ -60,10 +60,6 @@ class _Posterior(BaseEstimator):
 
     def _fit(self, X: np.ndarray, targets: Tensor, outputs: int, likelihood: likelihoods.Likelihood) -> None:
         width, make = X.shape[1], self.make_model
-        seed = self.random_state
-        if not isinstance(seed, (int, np.integer)):
-            seed = check_random_state(seed).randint(2**20)
-
         if isinstance(make, nn.Module):
             raise TypeError(
                 "make_model is a module: pass a function of the numbers of inputs and outputs that returns a new one"
@@ -86,7 +82,7 @@ class _Posterior(BaseEstimator):
                 held_out=self.held_out,
                 # targets that are all equal are targets here, and no residuals
                 standardize=None if bool((targets != targets[0]).any()) else True,
-                seed=int(seed),
+                seed=int(check_random_state(self.random_state).randint(2**20)),
                 progress=False,
             )
         except EnsembleError as err:

@@ -42,7 +42,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -62,11 +61,12 @@ from bayesopt_chain.diagnostics.observables.target import (
 )
 from bayesopt_chain.loop.capture.build import capture as record_step
 from bayesopt_chain.loop.step import Step, make_step
+from bayesopt_chain.modules import as_it_is
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
-from bayesopt_chain.trees import paths
+from bayesopt_chain.trees import copied, paths
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
 LOOK = 10  # products of the Hessian in a look at the curvature on the way
@@ -492,8 +492,7 @@ def observe(
             f"observe: {wrong[0]!r} is no name for an observable here; covariances and kept are of {known}, and names that are "
             f"always measured ({', '.join(RESERVED)}) are taken"
         )
-    everything = (loss, optree.tree_map(lambda p: p.detach().clone(), params), lambda x: x)
-    inner, centre, fill = everything if where is None else restrict(loss, params, where)
+    inner, centre, fill = (loss, copied(params), as_it_is) if where is None else restrict(loss, params, where)
     data, n = data_of(batches)
     is_default = temperature is None
     if temperature is None:
