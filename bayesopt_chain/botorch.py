@@ -209,13 +209,12 @@ class LinearizedModel(Model):
             tensor([[2.]])
         """
         self.eval()
-        transformed = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y, X=X)
         lead = torch.broadcast_shapes(Y.shape[:-2], X.shape[:-2])
         Y = Y.expand(*lead, *Y.shape[-2:])
         variances = self._noise_like(Y, noise)
-        inputs = transformed.expand(*lead, *X.shape[-2:])
+        inputs = self.transform_inputs(X).expand(*lead, *X.shape[-2:])
         if self._seen is not None:
             old = [x.expand(*lead, *x.shape[-2:]) for x in self._seen]
             inputs, Y, variances = (torch.cat([a, b], -2) for a, b in zip(old, (inputs, Y, variances)))

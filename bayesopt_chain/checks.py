@@ -512,10 +512,8 @@ def sharing(tensors: Sequence[Any]) -> tuple[int, int] | None:
             if isinstance(x, Tensor) and is_plain(x) and x.layout is torch.strided and x.numel() and x.data_ptr()
         ]
     )
-    for (_, end, i), (start, _, j) in itertools.pairwise(ranges):
-        if start < end:
-            return i, j
-    return None
+    neighbours = itertools.pairwise(ranges)
+    return next(((i, j) for (_, end, i), (start, _, j) in neighbours if start < end), None)
 
 
 def _last_offset(x: Tensor) -> int:

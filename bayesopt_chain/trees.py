@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -322,8 +322,7 @@ def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
     """Return the inner products ``[*lead]`` of two trees like ``like``."""
     leaves: Any = zip(*map(optree.tree_leaves, (left, right, like)))
     # over one axis more than a leaf has: of no axes torch would take the sum over all
-    total: Any = sum((a * b)[..., None].sum(tuple(range(-1 - other.ndim, 0))) for a, b, other in leaves)
-    return total
+    return reduce(torch.add, [(a * b)[..., None].sum(tuple(range(-1 - other.ndim, 0))) for a, b, other in leaves])
 
 
 def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
@@ -334,8 +333,7 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     leaves, structure = optree.tree_flatten(like)
     if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
         return [as_tensor(value, wide(leaf.dtype), leaf.device).reshape(()) for leaf in leaves]
-    tree: Tree = value
-    values, given = optree.tree_flatten(tree)
+    values, given = optree.tree_flatten(cast(Any, value))
     if given != structure:
         raise ValueError(
             f"{name} has the tree {outline(given)}, not {outline(structure)}: pass a number, or a tree like the params"
@@ -368,11 +366,9 @@ def combine(coefficients: Tensor, rows: Tree) -> Tree:
 
 def project(rows: Tree, tree: Tree) -> Tensor:
     """Return the inner products ``[*lead, M]`` of a tree like ``first(rows)`` with each of the rows."""
-    total: Any = sum(
-        leaf.reshape(*leaf.shape[: leaf.ndim - row.ndim + 1], -1) @ row.reshape(row.shape[0], -1).mT
-        for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows))
-    )
-    return total
+    leaves = zip(optree.tree_leaves(tree), optree.tree_leaves(rows))
+    each = [x.reshape(*x.shape[: x.ndim - r.ndim + 1], -1) @ r.reshape(r.shape[0], -1).mT for x, r in leaves]
+    return reduce(torch.add, each)
 
 
 def gram(rows: Tree) -> Tensor:
