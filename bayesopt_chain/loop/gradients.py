@@ -32,6 +32,7 @@ from bayesopt_chain import batches as any_batch
 from bayesopt_chain import checks, tracing
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Info, Loss, gradient
+from bayesopt_chain.random.stream import keyed
 from bayesopt_chain.trees import copied, inner, require_like
 
 __all__ = [
@@ -128,8 +129,12 @@ class EstimatorMemory:
         """Move the reference to ``params``.
 
         Raises:
-            ValueError: ``params`` have another structure or other shapes than the reference.
+            ValueError: ``params`` have another structure or other shapes than the reference; the state is of stacked chains.
         """
+        if any(entry.key.ndim for entry in keyed(state.inner)):  # the loss would be one of all chains
+            raise ValueError(
+                "refresh: the state is of stacked chains; refresh each of them by torch.vmap(step.refresh)(params, state)"
+            )
         fresh = self.estimator.refresh(params, state.estimator)
         require_like(fresh, state.estimator, "refresh: params, as the estimator's memory,")
         if inplace:
@@ -287,7 +292,7 @@ def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
     Returns:
         A :class:`GradientEstimator` for :func:`bayesopt_chain.make_step`, which costs two gradients of the batch. Call
         ``state = step.refresh(params, state)`` about once in an epoch to move the snapshot, which costs one gradient of all
-        data.
+        data; of stacked chains ``torch.vmap(step.refresh)(params, state)``.
 
     Raises:
         ValueError: at a step, the loss is no scalar.
