@@ -214,14 +214,14 @@ class Drawing(Alone, Keyed, ABC):
         checks.own_key(state.key, leaves)
         in_parts = any(map(is_dtensor, leaves))
         if not in_parts:
-            require_these(self.shapes(state), list(leaves), str(self))
+            require_these(self.shapes(state), list(leaves), self.name)
         here, mine = ([local(x) for x in leaves], shards.local_tree(state)) if in_parts else (leaves, state)
         templates, of = self.noise_like(here, names)
         whole = leaves if in_parts else None
         noise = standard_normals(mine.key, mine.step, templates, of, self.n_samples, self.antithetic, whole)
         moves = self.displace(mine, noise, here)
         drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
-        warn_of_rounding(f"a draw of {self}", names, here, moves)
+        warn_of_rounding(f"a draw of {self.name}", names, here, moves)
         axes = int(self.n_samples > 1)
         return Draw([like(x, z, axes) for x, z in zip(leaves, drawn)], noise, state.key, state.step)
 
