@@ -353,7 +353,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
     if plan.spec != structure:
         plan.require_paths(paths_of(params))
         plan.spec = structure
-    rest, seen = list[Any](), list[Any]()  # vmap returns tensors only; other results are kept here
+    rest, seen = [], []  # vmap returns tensors only; other results are kept here
     source: Any = step.source
     observe: Any = step.observe
 

@@ -244,7 +244,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         work: the leaves that need more than torch's step.
         others: parameters that do not take part in this step.
     """
-    early = list[Leaves]()
+    early: list[Leaves] = []
     noises = [(x, noise_of(x.linear, x.temperature, x.before)) for x in work if x.temperature > 0.0]
     for x, noise in noises:
         name = x.linear.velocity or ""
@@ -348,7 +348,7 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
         x.batches = _batches(x)
     last, now = x.again[2 * branch : 2 * branch + 2], (x.group["noise_key"], x.group["noise_count"])
     for batch in x.batches:
-        params, kept, roots = batch.params, batch.state.get(_DRAWS[branch], []), list[Tensor]()
+        params, kept, roots = batch.params, batch.state.get(_DRAWS[branch], []), []
         velocities = batch.state.get(x.linear.velocity or "", []) if branch == 0 else []
         if rule.adaptive:
             row = rule._denominator(x.group, learned, batch.row_of)
