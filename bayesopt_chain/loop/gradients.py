@@ -274,8 +274,9 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
         require_like(mode, params, "control_variates: mode")
         return _reference(mode, full_gradient)
 
-    estimator = GradientEstimator(init, lambda params, state, batch: _corrected(loss, params, state, batch), _keep)
-    return _with_measured_init(estimator, data, at)
+    return _with_measured_init(
+        GradientEstimator(init, lambda params, state, batch: _corrected(loss, params, state, batch), _keep), data, at
+    )
 
 
 def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:

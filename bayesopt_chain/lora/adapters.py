@@ -246,8 +246,13 @@ def adapters(path: str | Path, model: nn.Module) -> Adapters:
     model, about = inner_of(model), json.loads((path / ABOUT).read_text(encoding="utf-8"))
     draws = [read_adapter(model, path / f"draw-{k:03d}") for k in range(about["draws"])]
     stacked = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
-    posterior = read_posterior(model, path) if about["linearised"] else None
-    return Adapters(model, stacked, posterior=posterior, report=about["report"], answers=about["answers"])
+    return Adapters(
+        model,
+        stacked,
+        posterior=read_posterior(model, path) if about["linearised"] else None,
+        report=about["report"],
+        answers=about["answers"],
+    )
 
 
 def write_adapter(model: Any, params: Mapping[str, Tensor], folder: Path) -> None:

@@ -338,8 +338,9 @@ class _Problem:
         """Take steps; ``cycle``: along a one-cycle rate; ``then(step)`` is called behind each, counted from 1."""
         schedule = None
         if cycle:
-            highest = [group["lr"] for group in optimizer.param_groups]
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, max(2, steps), cycle_momentum=False)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, [group["lr"] for group in optimizer.param_groups], max(2, steps), cycle_momentum=False
+            )
         sampled: Any = getattr(optimizer, "sampled", nullcontext)
         try:
             with in_mode(self.model, training=True):

@@ -105,8 +105,8 @@ def test_chains_in_parallel_have_a_reference_each():
     _, after, _ = each_alone(chains, [step] * 2, params, state, batches[:1], rtol=1e-12)
     assert_bitwise_equal(after.estimator.reference, params)
     refuse([(lambda: step.refresh(params, state), r"by torch\.vmap\(step\.refresh\)\(params, state\)")])
-    moved = torch.vmap(step.refresh)(params, state).estimator.full_gradient[1]
-    torch.testing.assert_close(moved, step.refresh(params[1], bc.unstack(state)[1]).estimator.full_gradient)
+    moved, alone = torch.vmap(step.refresh)(params, state), step.refresh(params[1], bc.unstack(state)[1])
+    torch.testing.assert_close(moved.estimator.full_gradient[1], alone.estimator.full_gradient)
 
 
 def test_an_estimated_step_is_checked_monitored_and_skipped_like_any_other():

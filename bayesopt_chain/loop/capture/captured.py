@@ -195,5 +195,4 @@ class Captured:
 def rows_ahead(data: Epochs, steps: int) -> Tensor:
     """Return the row numbers of the next batch; with ``steps > 1``, of the next batches, stacked on axis 0."""
     numbers = data.ahead(steps)
-    where = data.leaves[0].device if data.leaves else None
-    return (numbers[0] if steps == 1 else torch.stack(numbers)).to(where)
+    return (numbers[0] if steps == 1 else torch.stack(numbers)).to(data.leaves[0].device if data.leaves else None)

@@ -46,8 +46,7 @@ _HERE = os.path.dirname(os.path.dirname(__file__))  # the folder of this package
 
 def users_line(err: BaseException) -> str | None:
     """Return file, number and text of the innermost line of a traceback outside of torch, optree and this package's loop."""
-    frames = traceback.extract_tb(err.__traceback__)
-    for frame in reversed(frames):
+    for frame in reversed(traceback.extract_tb(err.__traceback__)):
         if not frame.filename.startswith((*_LIBRARIES, _HERE)):
             return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
     return None
