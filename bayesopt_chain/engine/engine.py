@@ -51,12 +51,7 @@ from bayesopt_chain.trees import leaves_of
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)
-_FORM, _LAYOUT, _GRAD = (
-    attrgetter("shape", "dtype", "is_cpu"),
-    attrgetter("dtype", "is_cpu"),
-    attrgetter("requires_grad"),
-)
-_COUNTERS, _NOTED = {(torch.int64, True)}, (torch.float64, True)
+_FORM, _GRAD = attrgetter("shape", "dtype", "is_cpu"), attrgetter("requires_grad")
 CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
 _IS_CPU = attrgetter("is_cpu")
 _BLOCK = 1024  # counts at which a schedule is evaluated at once
@@ -157,7 +152,8 @@ class _Known(NamedTuple):
     """The job of a step in place, and the tensors that it was made for and found fit."""
 
     tensors: tuple[Tensor, ...]
-    views: list[Tensor]  # of the same memory, which show whether a ``.data`` was replaced
+    views: list[Tensor]  # of the same storages, which show whether a ``.data`` was replaced
+    addresses: list[int]  # which show whether a storage has moved, as ``share_memory_`` moves it
     present: Sequence[int] | None
     moves: bool
     written: list[Tensor]
@@ -218,8 +214,9 @@ class Engine:
                 case _:  # the noise, which enters here
                     pass
         self.is_counted = schedules.is_schedule(self.step_size)
-        self.counted = [self.rate] * self.is_counted
-        self.counted += [self.learner] * (self.learner is not None and self.learns.counts)
+        self.counted = [self.rate] * self.is_counted + [self.learner] * (
+            self.learner is not None and self.learns.counts
+        )
         self.remembers = self.changes = False
         if noise is not None:
             self._take_noise(plan.noise[noise], given)
@@ -457,33 +454,37 @@ class Engine:
         )
 
     def _same(self, tensors: tuple[Tensor, ...], present: Sequence[int] | None, moves: bool) -> _Known | None:
-        """The last step in place if this one gets its tensors, and nobody has replaced a ``.data``."""
+        """The last step in place if this one gets its tensors, and nobody has moved or replaced their memory."""
         known = self.known
         is_same = (
             known is not None
             and len(tensors) == len(known.tensors)
             and all(map(is_, tensors, known.tensors))
-            and (present, moves) == known[2:4]
+            and (present, moves) == known[3:5]
             and all(map(Tensor.is_set_to, tensors, known.views))
+            and [*map(Tensor.data_ptr, tensors)] == known.addresses
         )
         return known if is_same else None
 
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
-        counters = *found.key, *found.step, *found.counts
+        n, counters = len(self.where), [*found.key, *found.step, *found.counts]
+        counted = 2 * (self.noise is not None) + n * len(self.counted)
+        noted = (*self.axes, n, CONDITIONS), torch.float64, True
+        lists = (
+            (found.centre, self.forms if self.centre is not None else []),
+            (found.trace, self.forms if self.velocity is not None else []),
+            (found.square, self.forms if self.learner is not None else []),
+            (found.memory, self.memory_forms if self.remembers else []),
+        )
         return (
-            {*map(_LAYOUT, counters)} <= _COUNTERS
-            and (not found.conditions or self._remembers(found.conditions[0]))
-            and (not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in counters]))
-            and all([_are_like(xs, self.forms, present) for xs in (found.centre, found.trace, found.square) if xs])
-            and (not found.memory or _are_like(found.memory, self.memory_forms, present))
+            len(counters) == counted
+            and {*map(_FORM, counters)} <= {(self.axes, torch.int64, True)}
+            and (not self.axes or all(map(Tensor.is_contiguous, counters)))
+            and (not found.conditions or _are_like(found.conditions, [noted], None))
+            and all([_are_like(xs, forms, present) for xs, forms in lists if xs or forms])
             and (not found.theta or _are_like(found.theta, self.forms, present, own))
         )
-
-    def _remembers(self, conditions: Tensor) -> bool:
-        """Whether the kernel may read and write what the noise of all leaves has to remember."""
-        shape = (*self.axes, len(self.where), CONDITIONS)
-        return _LAYOUT(conditions) == _NOTED and conditions.shape == shape and conditions.is_contiguous()
 
     def _known(
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
@@ -493,7 +494,7 @@ class Engine:
         job = self._job(found, g, [*kept, *out])
         starts = [len(job) - len(kept) - 2 * len(g)] + [len(job) - len(g)] * (not moves)
         written = [*found.theta, *kept] if moves else kept
-        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, starts)
+        return _Known(tensors, [x.detach() for x in tensors], addresses(tensors), present, moves, written, job, starts)
 
     def _into_new(
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
@@ -591,7 +592,7 @@ def _are_like(xs: Sequence[Any], forms: Sequence[Any], present: Sequence[int] | 
         present: the leaves that count.
         own: whether tensors that require gradients are taken.
     """
-    if present is not None:
+    if present is not None and len(xs) == len(forms):
         xs, forms = [xs[k] for k in present], [forms[k] for k in present]
     return (
         _KINDS.issuperset(map(type, xs))

@@ -303,7 +303,7 @@ def test_autograd_is_told_of_what_the_kernel_writes():
 
 @pytest.mark.parametrize("lr", ["number", "cosine"])
 def test_tensors_that_change_between_two_steps_in_place_are_looked_at_again(lr):
-    """A replaced ``.data``, a gradient of another dtype, one that is missing now, a state that was reset."""
+    """A replaced ``.data``, memory that moved, gradients of another dtype or missing, a state that was reset or cut short."""
     tx, params = bc.sghmc(RATES[lr], temperature=0.1), [torch.randn(5), torch.randn(3)]
     state, other = tx.init(params), copy.deepcopy(params)
     twin = copy.deepcopy(state)
@@ -320,6 +320,9 @@ def test_tensors_that_change_between_two_steps_in_place_are_looked_at_again(lr):
     for x in (params[0], state[0].trace[1]):
         x.data = x.data.clone()
     step(g)
+    for x in optree.tree_leaves((params, state)):
+        x.share_memory_()  # the same storage, at another address
+    step(g)
     step([None, torch.ones(3)])
     step(g)
     short = params[1].data
@@ -330,6 +333,8 @@ def test_tensors_that_change_between_two_steps_in_place_are_looked_at_again(lr):
     for wrong in (torch.ones(3).double(), torch.ones(2), torch.ones(3).to_sparse(), "x"):
         assert engine_module.moved(tx.plan(state), params, [g[0], wrong], state, True) is None
     assert all(map(torch.equal, optree.tree_leaves((params, state)), optree.tree_leaves(before)))
+    cut = type(state)((state[0]._replace(trace=state[0].trace[:1]), *state[1:]), state.layout)
+    assert engine_module.moved(tx.plan(state), params, [g[0], None], cut, True) is None
     state[0].trace[0].zero_(), twin[0].trace[0].zero_()
     step(g)
 
