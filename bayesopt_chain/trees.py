@@ -116,7 +116,7 @@ def outline(structure: optree.PyTreeSpec) -> str:
     """Write a structure as its containers would be written, with a star for each leaf.
 
     Example:
-        >>> outline(optree.tree_structure({"w": 0, "b": (1, 2)}))
+        >>> outline(optree.tree_structure({"b": (0, 1), "w": 2}))
         "{'b': (*, *), 'w': *}"
     """
     return repr(structure.unflatten(["*"] * structure.num_leaves)).replace("'*'", "*")

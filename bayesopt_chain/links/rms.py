@@ -155,11 +155,14 @@ class RunningScale(Learned):
         initial_scale: the first mean square.
     """
 
-    centred: bool = False
+    centred: bool = field(default=False, repr=False)  # the name says it
     decay: float = 0.9
     eps: float = 1e-8
     initial_scale: float = 0.0
-    name = "scale_by_rms"
+
+    @property
+    def name(self) -> str:
+        return "scale_by_stddev" if self.centred else "scale_by_rms"
 
     @property
     def part(self) -> Part | None:
