@@ -44,8 +44,21 @@ from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
 IN_ORDER = checks.DATA._replace(
-    fits=lambda x: checks.DATA.fits(x) and not isinstance(getattr(x, "sampler", None), torch.utils.data.RandomSampler),
-    hint="of a DataLoader with shuffle=False, since there is one answer a datum, in their order",
+    fits=lambda x: (
+        checks.DATA.fits(x)
+        and not any(
+            isinstance(
+                getattr(loader, "sampler", None),
+                (
+                    torch.utils.data.RandomSampler,
+                    torch.utils.data.SubsetRandomSampler,
+                    torch.utils.data.WeightedRandomSampler,
+                ),
+            )
+            for loader in (x, getattr(x, "batch_sampler", None))
+        )
+    ),
+    hint="of a DataLoader with shuffle=False (of some rows: of a Subset), since there is one answer a datum, in their order",
 )
 
 
@@ -212,7 +225,12 @@ def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Call
     outputs = _outputs(fitted, posterior, batch, "query")
 
     def total(f: Tensor) -> Tensor:
-        found = scalar(f, batch[1])
+        try:
+            found = scalar(f, batch[1])
+        except TypeError as err:  # which would be put down to the model
+            raise TypeError(
+                f"influence: of cannot take outputs {tuple(f.shape)} and the query's targets ({err})"
+            ) from err
         if not isinstance(found, Tensor) or found.shape != f.shape[:1]:
             raise ValueError(
                 f"influence: of must return one number a datum, {tuple(f.shape[:1])}, got {checks.short(found)}"

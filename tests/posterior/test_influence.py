@@ -125,6 +125,15 @@ def test_what_cannot_be_answered_is_refused():
                 lambda: leave_one_out(own, torch.utils.data.DataLoader([*zip(x, y)], 2, shuffle=True)),
                 *(TypeError, "train must be .*a DataLoader with shuffle=False"),
             ),
+            (
+                lambda: leave_one_out(
+                    own,
+                    torch.utils.data.DataLoader(
+                        [*zip(x, y)], 2, sampler=torch.utils.data.SubsetRandomSampler(range(6))
+                    ),
+                ),
+                *(TypeError, "train must be .*of a Subset"),
+            ),
             (lambda: fitted.predict(x.numpy()), TypeError, r"of an array torch\.as_tensor"),
             (
                 lambda: bc.fit_laplace(
@@ -137,7 +146,7 @@ def test_what_cannot_be_answered_is_refused():
                 "fit_laplace: loader: .*build its embeddings with sparse=False",
             ),
             (lambda: bc.influence(fitted, (x, y), []), "query has no batches"),
-            (lambda: bc.influence(fitted, (x, y), x, of=lambda f: f[:, 0]), "takes 1 positional argument"),
+            (lambda: bc.influence(fitted, (x, y), x, of=lambda f: f[:, 0]), "influence: of cannot take outputs"),
             (
                 lambda: bc.influence(fitted, (x, y), x, of=lambda f, _: f[:, 0].detach()),
                 "of must return what has a gradient",
