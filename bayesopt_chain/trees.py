@@ -119,7 +119,10 @@ def outline(structure: optree.PyTreeSpec) -> str:
         >>> outline(optree.tree_structure({"b": (0, 1), "w": 2}))
         "{'b': (*, *), 'w': *}"
     """
-    return repr(structure.unflatten(["*"] * structure.num_leaves)).replace("'*'", "*")
+    try:
+        return repr(structure.unflatten(["*"] * structure.num_leaves)).replace("'*'", "*")
+    except Exception:  # a registered class may compute with what it is made of
+        return str(structure)
 
 
 def size(tree: Tree) -> int:

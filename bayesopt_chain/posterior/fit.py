@@ -350,8 +350,8 @@ class FittedLaplace:
         of = self.model.likelihood
         numbers = [  # of a weighted likelihood those of the one inside
             torch.as_tensor(x, device="cpu").tolist()
-            for x in vars(getattr(of, "inner", of)).values()
-            if isinstance(x, (int, float, tuple, Tensor))
+            for x in optree.tree_leaves(cast(Any, vars(getattr(of, "inner", of))))
+            if isinstance(x, (int, float, Tensor))
         ]
         prior = spread(self.prior_precision, self.model.params, "prior_precision")
         return {

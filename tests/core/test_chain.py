@@ -335,3 +335,6 @@ def test_tensors_of_another_chain_or_shape_are_refused_and_nothing_is_written():
     with pytest.raises(ValueError, match=r"trace\['w'\] is torch.float32 \(7,\)"):
         bc.load_state_dict(state, saved)
     assert not state[0].trace[0].any()
+    # a class that cannot hold stars is shown too
+    optree.register_pytree_node(slice, lambda x: ((x.stop,), None), lambda _, x: slice(x[0] + 0), namespace="outline")
+    assert "slice" in bc.trees.outline(optree.tree_structure((slice(3), None), namespace="outline", none_is_leaf=True))

@@ -241,7 +241,9 @@ def test_a_schedule_in_python_math_is_named(of):
     state = chains.init(tx, params)
     with pytest.raises(RuntimeError, match=r"the schedule warm \(.*test_parallel.*torch\.cos in place of math\.cos"):
         chains(params, state, data)
-    assert bc.parallel(step, 2, loop=True)(params, state, data)[2].loss.shape == (2,)
+    # of a user's class too, whatever its attributes are called
+    own = type("Own", (), {"backend": "mine", "__call__": lambda self, *given: step(*given)})()
+    assert bc.parallel(own, 2, loop=True)(params, state, data)[2].loss.shape == (2,)
 
 
 @pytest.mark.parametrize("size, batch_dim", [(5, 0), (3, 0), (4, 7), (4, "a")])

@@ -1,6 +1,7 @@
 """``bc.fit_laplace`` against closed forms, Gaussian processes and its own pieces; its options, and what it refuses."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -376,7 +377,9 @@ def test_a_state_of_another_structure_or_likelihood_is_refused():
     counts, known, half, geometric, narrower = (
         bc.fit_laplace(model, likelihood, [(x, torch.ones(len(x), 3))], subset="all", structure="dense", tune=None)
         for likelihood in (
-            bc.likelihoods.poisson(),
+            dataclasses.make_dataclass(  # of a user, with words among its fields
+                "Named", [("units", tuple, ("visits",))], bases=(type(bc.likelihoods.poisson()),), frozen=True, eq=False
+            )(),
             *map(bc.likelihoods.gaussian, (1.0, 0.5)),
             *map(bc.likelihoods.negative_binomial, (1.0, 3.0)),
         )
