@@ -469,7 +469,6 @@ class Engine:
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
         n, counters = len(self.where), [*found.key, *found.step, *found.counts]
-        counted = 2 * (self.noise is not None) + n * len(self.counted)
         noted = (*self.axes, n, CONDITIONS), torch.float64, True
         lists = (
             (found.centre, self.forms if self.centre is not None else []),
@@ -478,7 +477,7 @@ class Engine:
             (found.memory, self.memory_forms if self.remembers else []),
         )
         return (
-            len(counters) == counted
+            len(counters) == 2 * (self.noise is not None) + n * len(self.counted)
             and {*map(_FORM, counters)} <= {(self.axes, torch.int64, True)}
             and (not self.axes or all(map(Tensor.is_contiguous, counters)))
             and (not found.conditions or _are_like(found.conditions, [noted], None))

@@ -71,12 +71,18 @@ class Slots:
             what: its name in messages.
 
         Raises:
-            ValueError: the tree has another structure, or a leaf another shape, dtype or device. Nothing is written then.
+            ValueError: the tree has another structure, or a leaf another shape, dtype or device; or a buffer's own memory has
+                moved, away from the addresses that the program has. Nothing is written then.
         """
         # a tree of tuples, handed back, has the leaves that it had
         is_last = (self.own is not None and tree is self.own) or has_leaves(tree, self.spec, self.leaves)
         if is_last and [*map(Tensor.data_ptr, self.buffers)] == self.addresses:
             return
+        if [*map(Tensor.data_ptr, self.views)] != self.addresses:
+            raise ValueError(
+                f"capture: {what}: the memory of what a call returned was moved (share_memory_(), a queue to another process, "
+                "resize_()), and the step would write to where it was: send copies (x.clone()), and capture again"
+            )
         leaves, written = leaves_like(tree, self.spec, what), dict[int, Tensor]()
         for n, (i, x) in enumerate(zip(self.index, leaves)):
             mine = self.views[i]
