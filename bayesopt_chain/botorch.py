@@ -143,7 +143,7 @@ class LinearizedModel(Model):
 
         Args:
             X: ``[*b, q, d]``.
-            output_indices: refused; the posterior is of all m outputs.
+            output_indices: all m, which the posterior is of, or ``None``; others are refused.
             observation_noise: whether to add the noise; or its variances, ``[*, m]``.
             posterior_transform: of BoTorch, applied last.
 
@@ -151,7 +151,7 @@ class LinearizedModel(Model):
             A ``GPyTorchPosterior`` over ``[*b, q, m]``, differentiable in X.
 
         Raises:
-            ValueError: noise where none is known; ``output_indices``.
+            ValueError: noise where none is known; ``output_indices`` that leave some out.
 
         Example:
             >>> import torch
@@ -164,7 +164,7 @@ class LinearizedModel(Model):
             tensor([[[0.2500],
                      [0.2500]]])
         """
-        if output_indices is not None:
+        if output_indices not in (None, [*range(self._outputs)]):  # all m are what BoTorch's ModelList asks for
             raise ValueError(
                 "LinearizedModel: output_indices cannot be chosen: take mean[..., k] of the posterior, or pass "
                 "posterior_transform=ScalarizedPosteriorTransform(weights)"

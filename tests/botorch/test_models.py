@@ -53,7 +53,7 @@ def test_the_posterior_of_q_points_is_joint_and_has_the_jacobians_covariance(sub
     if outputs == 2:
         each = torch.tensor([0.05, 0.2])
         fitted = replace(fitted, model=replace(fitted.model, how=fitted.model.how._replace(likelihood=gaussian(each))))
-        noisy = LinearizedModel.of(fitted, num_outputs=2).posterior(x, observation_noise=True)
+        noisy = LinearizedModel.of(fitted, num_outputs=2).posterior(x, output_indices=[0, 1], observation_noise=True)
         torch.testing.assert_close(noisy.variance, posterior.variance + each, rtol=1e-8, atol=1e-10)
         with pytest.raises(ValueError, match=r"take mean\[..., k\] of the posterior, or pass posterior_transform"):
             model.posterior(x, output_indices=[1])
