@@ -224,7 +224,7 @@ class Engine:
         # its factor is that of a learning rate of 1 where the rate may change
         self.move = Move(self.sign * (self.step_size if is_number else 1.0), **given)
         self.constant = Numbers() if is_number and not self.changes else None
-        self.constant_packed = self._packed(Numbers())  # no addresses are in it
+        self.constant_packed = self._packed(Numbers())  # read where numbers are constant, and then without an address
         self.chains, self.axes, self.is_large = 1, (), sum(self.sizes) > PARALLEL[noise is not None]
         self.known: _Known | None = None
         self.block: Numbers | None = None  # of the steps around the last one, at which a schedule was evaluated at once
@@ -502,6 +502,7 @@ class Engine:
         into, kept = found.theta if flags & MOVES else g, [*chain.from_iterable(found[3:])]
         if NoneType in map(type, g):
             out = [y if x is None else torch.empty_like(y) for x, y in zip(g, into)]
+            # a tensor for each leaf, list behind list; the kernel writes all of the step and the conditions at the end
             new = [y.clone() if x is None else torch.empty_like(y) for x, y in zip(cycle(g), kept)]
         else:
             out, new = [*map(torch.empty_like, into)], [*map(torch.empty_like, kept)]

@@ -320,8 +320,7 @@ def test_tensors_that_change_between_two_steps_in_place_are_looked_at_again(lr):
     for x in (params[0], state[0].trace[1]):
         x.data = x.data.clone()
     step(g)
-    for x in optree.tree_leaves((params, state)):
-        x.share_memory_()  # the same storage, at another address
+    params[1].share_memory_()  # the same storage, at another address
     step(g)
     step([None, torch.ones(3)])
     step(g)
@@ -333,8 +332,14 @@ def test_tensors_that_change_between_two_steps_in_place_are_looked_at_again(lr):
     for wrong in (torch.ones(3).double(), torch.ones(2), torch.ones(3).to_sparse(), "x"):
         assert engine_module.moved(tx.plan(state), params, [g[0], wrong], state, True) is None
     assert all(map(torch.equal, optree.tree_leaves((params, state)), optree.tree_leaves(before)))
-    cut = type(state)((state[0]._replace(trace=state[0].trace[:1]), *state[1:]), state.layout)
-    assert engine_module.moved(tx.plan(state), params, [g[0], None], cut, True) is None
+    assert (
+        engine_module.moved(
+            *(tx.plan(state), params, [g[0], None]),
+            type(state)((state[0]._replace(trace=state[0].trace[:1]), *state[1:]), state.layout),
+            inplace=True,
+        )
+        is None
+    )
     state[0].trace[0].zero_(), twin[0].trace[0].zero_()
     step(g)
 
