@@ -238,7 +238,7 @@ def _problem(
     batch, _ = read(data, least=1, who="bayesian_lora")
     if not isinstance(batch, Mapping):
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
-    possible = None if answers is None else list(answers)
+    possible = None if answers is None else [*map(int, answers)]
     inputs, targets = AnswerReader(model, possible)(batch)
     if targets.is_floating_point():
         raise TypeError(f"bayesian_lora: labels are {targets.dtype}: pass numbers of tokens, int64")

@@ -221,8 +221,10 @@ def test_the_prior_with_the_smallest_held_out_loss_is_taken(data):
     assert result.report["gradients"] <= 40 and result.report["tokens"] == 8 * 3 + 16 * 7
 
 
-def test_answers_are_predicted_among_themselves(data):
-    result = lora.bayesian_lora(model(), data, method="laplace", answers=[2, 5, 9], **SHORT)
+def test_answers_are_predicted_among_themselves(data, tmp_path):
+    result = lora.bayesian_lora(
+        model(), data, method="laplace", answers=[*torch.tensor([2, 5, 9]).numpy()], path=tmp_path, **SHORT
+    )
     got = result.predict(data).probabilities
     assert got.shape == (24, 8, 3)
     torch.testing.assert_close(got.sum(-1), torch.ones(24, 8))
