@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
 # one a module, which holds the tensors of a single call at a time, whichever thread makes it
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):  # a lock that another thread holds would never be free in the child
+    os.register_at_fork(after_in_child=_locks.clear)
 LEFT_OUT = -100  # transformers' label of a position that does not count
 _CHECKPOINTING = (
     "forward: activation checkpointing computes again in the backward pass, and would do so with the module's own parameters "

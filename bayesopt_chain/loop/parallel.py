@@ -446,6 +446,12 @@ def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: 
         hyper = {k: v[i] for k, v in chains.each.items()}
         with nullcontext() if chains.watched else unshared_statistics():
             results.append(chains.one(hyper, _take(params, i), _take(state, i), mine))
+        made = [{id(x) for x in optree.tree_leaves(new) if torch.is_tensor(x)} for new, *_ in results[-2:]]
+        if len(made) > 1 and not made[0].isdisjoint(made[1]):
+            raise ValueError(
+                "parallel: the step returns the same tensors for two chains, as a captured step does, whose buffers they would "
+                "share; make parallel chains of captured.step, and capture these"
+            )
         chains.watched = True
     return optree.tree_map(lambda *rows: torch.stack(rows) if torch.is_tensor(rows[0]) else rows[0], *results)
 

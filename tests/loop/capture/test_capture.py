@@ -359,6 +359,12 @@ def test_another_shape_structure_or_number_is_refused_by_name():
             ),
             (lambda: bc.capture(step, params, state, bc.epochs(range(8), 2)), "gives lists of row numbers"),
             (lambda: bc.parallel(fast, 3, loop=True), r"parallel chains of captured\.step"),
+            (
+                lambda: bc.parallel(lambda *given: fast(*given), 2, loop=True)(
+                    *map(bc.stack, zip(*[(params, state)] * 2)), batch
+                ),
+                "the same tensors for two chains",
+            ),
             *(
                 (lambda options=options: bc.capture(step, params, state, batch, **options), words)
                 for options, words in (
