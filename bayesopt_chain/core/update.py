@@ -145,7 +145,7 @@ class Update:
     g: list[Any] = field(default_factory=list[Any])
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     missing: bool = False
-    noises: list[Injected] = field(default_factory=lambda: [])  # ``list[Injected]()`` takes 25 times as long
+    noises: list[Injected] = field(default_factory=lambda: [])  # to call ``list[Injected]`` is slow
     is_new: bool = False
 
     def run(self) -> None:

@@ -261,7 +261,8 @@ class HeatGuard:
         Args:
             leaves: gives the parameters with gradient and noise of this step; called inside windows only, with the keys of
                 those that are needed, or with none for all. It may give more. But for the first of them, and in the last step
-                of a window, ``rate``, ``root`` and what follows may be those of an earlier step.
+                of a window, ``rate``, ``root`` and what follows may be those of an earlier step. Those with a rate of 0 do not
+                move, and are passed over.
 
         Example:
             >>> import torch

@@ -103,7 +103,7 @@ class Job:
             numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature.
             key, count: of the draws.
         """
-        self._gradients[:] = array("q", [*map(Tensor.data_ptr, gradients)])  # a list, which takes half the time
+        self._gradients[:] = array("q", [*map(Tensor.data_ptr, gradients)])  # of a list it is quicker
         threads = torch.get_num_threads() if self._is_large else 1
         self._step(self._job + _now(*numbers, key, count, threads))
 
